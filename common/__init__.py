@@ -1,0 +1,1 @@
+"""Foundations that know nothing of the project: ranks, logging, progress, atomic files, fingerprints, the command line."""

@@ -1,0 +1,77 @@
+"""A stage's command line: CONFIG, overrides, --debug; a user's mistake is one line and exit code 2."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import signal
+import sys
+import warnings
+from collections.abc import Callable
+
+
+def stage_parser(stage: str, description: str) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog=f"./launch.sh {stage}", description=description)
+    parser.add_argument("config", help="a recipe, e.g. configs/demo.yaml")
+    parser.add_argument(
+        "overrides",
+        nargs="*",
+        metavar="section.key=value",
+        help="override any value of the recipe, e.g. train.learning_rate=3e-4",
+    )
+    parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
+    return parser
+
+
+def run_command(
+    parser: argparse.ArgumentParser, main: Callable[[argparse.Namespace], None]
+) -> None:
+    """Parse, set up logging, run `main`, and turn errors into exit codes: 2 a user's mistake, 130 Ctrl-C, 143 SIGTERM."""
+    # deepspeed's launcher puts this before the script's own arguments
+    arguments = [a for a in sys.argv[1:] if not a.startswith("--local_rank=")]
+    options = parser.parse_intermixed_args(arguments)
+    set_up_logging(options.debug)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    try:
+        main(options)
+    except KeyboardInterrupt:
+        print("stopped; the same command continues where it was", file=sys.stderr)
+        sys.exit(130)
+    except (
+        ValueError,
+        FileNotFoundError,
+        NotADirectoryError,
+        IsADirectoryError,
+        PermissionError,
+    ) as error:
+        if options.debug:
+            raise
+        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+        sys.exit(2)
+
+
+def set_up_logging(debug: bool = False) -> None:
+    """Main rank at INFO, other ranks at WARNING; third parties at WARNING everywhere."""
+    main = os.environ.get("RANK", "0") == "0"
+    logging.basicConfig(
+        format="%(asctime)s %(message)s", datefmt="%H:%M:%S", level=logging.WARNING, force=True
+    )
+    level = (logging.DEBUG if debug else logging.INFO) if main else logging.WARNING
+    for room in (
+        "common",
+        "configs",
+        "target",
+        "drafter",
+        "data",
+        "extract",
+        "ddtree",
+        "evaluation",
+        "train",
+        "export",
+    ):
+        logging.getLogger(room).setLevel(level)
+    logging.getLogger("progress").setLevel(level)
+    logging.getLogger("__main__").setLevel(level)
+    if not debug:
+        warnings.filterwarnings("ignore")

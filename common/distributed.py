@@ -1,0 +1,91 @@
+"""Ranks: set-up from torchrun's or deepspeed's variables, sums over ranks, and stopping together."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+
+@dataclass(frozen=True)
+class Ranks:
+    rank: int
+    world_size: int
+    local_rank: int
+    device: torch.device
+
+    @property
+    def is_main(self) -> bool:
+        return self.rank == 0
+
+
+def rank_from_environment() -> int:
+    return int(os.environ.get("RANK", "0"))
+
+
+@contextlib.contextmanager
+def distributed(cpu_threads: int, timeout_s: float = 1800.0) -> Iterator[Ranks]:
+    """The ranks of this process, for a stage's whole life. One process needs no launcher and no process group.
+
+    Under torchrun or deepspeed a gloo (CPU) or nccl (CUDA) group is made, and left on the way out so that no rank hangs.
+    """
+    world = int(os.environ.get("WORLD_SIZE", "1"))
+    local = int(os.environ.get("LOCAL_RANK", "0"))
+    if torch.cuda.is_available():
+        if local >= torch.cuda.device_count():
+            raise ValueError(
+                f"local rank {local} has no GPU: {torch.cuda.device_count()} visible; set NPROC to at most that"
+            )
+        device = torch.device("cuda", local)
+        torch.cuda.set_device(device)
+    else:
+        device = torch.device("cpu")
+        torch.set_num_threads(cpu_threads)
+    if world > 1:
+        dist.init_process_group(
+            "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
+            timeout=datetime.timedelta(seconds=timeout_s),
+        )
+    try:
+        yield Ranks(rank_from_environment(), world, local, device)
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def sum_over_ranks(values: torch.Tensor) -> torch.Tensor:
+    """Element-wise sum over ranks, the same on every rank; the input itself in one process."""
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        values = values.clone()
+        dist.all_reduce(values)
+    return values
+
+
+def barrier() -> None:
+    if dist.is_initialized():
+        dist.barrier()
+
+
+@contextlib.contextmanager
+def raise_together(ranks: Ranks) -> Iterator[None]:
+    """Every rank leaves this block with an error if one did, so that none waits for a rank that has stopped.
+
+    The failing rank keeps its own error; the others raise RuntimeError naming it. It holds a collective: all ranks enter.
+    """
+    failure: BaseException | None = None
+    try:
+        yield
+    except (ValueError, OSError, RuntimeError) as error:
+        failure = error
+    flag = torch.tensor([float(ranks.rank + 1) if failure else 0.0], device=ranks.device)
+    if ranks.world_size > 1:
+        dist.all_reduce(flag, op=dist.ReduceOp.MAX)
+    if failure is not None:
+        raise failure
+    if flag.item() > 0:
+        raise RuntimeError(f"rank {int(flag.item()) - 1} stopped with an error; see its message")

@@ -1,0 +1,83 @@
+"""Files that are whole or absent: written aside, fsynced, renamed. Sums and JSON with one spelling."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+
+@contextlib.contextmanager
+def atomic_path(path: Path) -> Iterator[Path]:
+    """A path beside `path` to write a file or folder to; it takes `path`'s place, on disk, when the block ends well.
+
+    The name carries the process id, so that two writers of the same bytes never meet. An existing folder is replaced.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    aside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    _remove(aside)
+    try:
+        yield aside
+        for file in sorted(aside.rglob("*")) if aside.is_dir() else [aside]:
+            _fsync(file)
+        if aside.is_dir():
+            _fsync(aside)
+            if path.is_dir():
+                old = path.with_name(f".{path.name}.{os.getpid()}.old")
+                path.rename(old)
+                aside.rename(path)
+                shutil.rmtree(old)
+            else:
+                aside.rename(path)
+        else:
+            aside.replace(path)
+        _fsync(path.parent)
+    finally:
+        _remove(aside)
+
+
+def remove_leftovers(folder: Path) -> None:
+    """Delete what killed writers left aside in `folder`. Call before any writer of this run starts."""
+    for leftover in [*folder.glob(".*.tmp"), *folder.glob(".*.old")]:
+        _remove(leftover)
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Atomic, keys in the given order, one trailing newline: equal values give equal bytes."""
+    with atomic_path(path) as aside:
+        aside.write_text(json.dumps(value, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def read_json(path: Path, remedy: str) -> Any:
+    """Raises FileNotFoundError or ValueError in one line that ends with `remedy`."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise FileNotFoundError(f"{path} is missing; {remedy}") from error
+    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise ValueError(f"{path} is not valid JSON; {remedy}") from error
+
+
+def sha256_file(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _fsync(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)

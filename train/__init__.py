@@ -1,0 +1,1 @@
+"""Feature shards in, drafter checkpoints out: anchors, losses, the DeepSpeed loop, exact resume."""
