@@ -1,0 +1,121 @@
+#!/usr/bin/env bash
+# The front door: sets up .venv, then runs a stage on this machine's devices. Without arguments it prints the list.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")"
+
+usage() {
+  cat <<'EOF'
+usage: ./launch.sh COMMAND [CONFIG] [section.key=value ...]
+
+  setup              make .venv and install what pyproject.toml names (exact versions in constraints.txt)
+  demo               all five stages on a real model on two CPU cores, ends with a table and a report
+  test               lint, types, import contract and tests
+
+  plan     CONFIG    tokens, bytes, hours, memory, before anything runs
+  data     CONFIG    conversations -> corpus shards, answered by the target
+  extract  CONFIG    target forward over the corpus -> feature shards
+  train    CONFIG    feature shards -> drafter checkpoints (DeepSpeed)
+  evaluate CONFIG    live and replayed acceptance lengths of chain and tree -> report.html
+  export   CONFIG    checkpoint -> folder that vLLM and SGLang serve, verified
+  report   CONFIG    write the report again from what evaluate recorded
+
+Any section.key=value after CONFIG overrides it; `./launch.sh STAGE --help` says more.
+NPROC ranks on this machine (default: its GPUs, else 1); NNODES, NODE_RANK, MASTER_ADDR, MASTER_PORT as for torchrun;
+HOSTFILE starts train with the deepspeed launcher. PYTHON names the interpreter (3.11 or newer) for setup.
+EOF
+}
+
+die() { echo "error: $*" >&2; exit 2; }
+
+find_python() {
+  local candidate
+  for candidate in ${PYTHON:-} python3 python3.13 python3.12 python3.11 python; do
+    if "$candidate" -c 'import sys, venv; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then
+      echo "$candidate"; return
+    fi
+  done
+  die "no Python 3.11 or newer with venv found; install one or name it with PYTHON=/path/to/python3.12"
+}
+
+# setup [test]: idempotent; the stamp holds what was installed, so a changed pyproject installs again
+setup() {
+  local extra=${1:-} stamp=.venv/.installed${1:+-$1} wanted torch target=.
+  wanted=$(cat pyproject.toml constraints.txt | sha256sum)
+  [ -f "$stamp" ] && [ "$(cat "$stamp")" = "$wanted" ] && return
+  [ -n "$extra" ] && target=".[$extra]"
+  if [ ! -x .venv/bin/python ]; then
+    local python; python=$(find_python) || exit 2
+    echo "setup: making .venv with $("$python" --version)"
+    "$python" -m venv .venv || die "could not make .venv (on Debian: apt-get install python3-venv)"
+  fi
+  torch=$(grep -E '^torch==' constraints.txt)
+  # torch first and by exact version: one build serves CPU machines and CUDA boxes, and nothing pulls a second one
+  echo "setup: installing $torch, then the rest (about two minutes)"
+  .venv/bin/python -m pip install -qq --disable-pip-version-check "$torch" || die "pip could not install $torch; is a package index reachable?"
+  .venv/bin/python -m pip install -qq --disable-pip-version-check -c constraints.txt -e "$target" || die "pip could not install the dependencies; see its message above"
+  echo "$wanted" > "$stamp"
+}
+
+num_gpus() { { nvidia-smi -L 2>/dev/null || true; } | wc -l; }
+
+# stage MODULE ARGUMENTS...: one process, torchrun, or the deepspeed launcher
+stage() {
+  local module=$1; shift
+  local gpus nproc; gpus=$(num_gpus); nproc=${NPROC:-$((gpus > 0 ? gpus : 1))}
+  [ "$gpus" -gt 0 ] || export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}  # ranks on CPU: one thread each, they fight otherwise
+  case " $* " in *" --help "* | *" -h "*) exec .venv/bin/python -m "$module" "$@" ;; esac
+  if [ "$module" = train ] && [ -n "${HOSTFILE:-}" ]; then
+    [ -f "$HOSTFILE" ] || die "HOSTFILE=$HOSTFILE does not exist; one line a host: 'hostname slots=8'"
+    PATH="$PWD/.venv/bin:$PATH" .venv/bin/deepspeed --hostfile "$HOSTFILE" ${MASTER_PORT:+--master_port "$MASTER_PORT"} \
+      --no_local_rank --module train "$@"
+  elif [ "${NNODES:-1}" -gt 1 ]; then
+    [ -n "${MASTER_ADDR:-}" ] || die "NNODES=$NNODES needs MASTER_ADDR, the first node's address"
+    .venv/bin/python -m common.torchrun --nnodes "$NNODES" --node-rank "${NODE_RANK:-0}" --nproc-per-node "$nproc" \
+      --master-addr "$MASTER_ADDR" --master-port "${MASTER_PORT:-29500}" -m "$module" "$@"
+  elif [ "$nproc" -gt 1 ]; then
+    .venv/bin/python -m common.torchrun --standalone --nproc-per-node "$nproc" -m "$module" "$@"
+  else
+    .venv/bin/python -m "$module" "$@"
+  fi
+}
+
+demo() {
+  local start=$SECONDS at name
+  export HF_HUB_OFFLINE=1
+  [ "$(num_gpus)" -gt 0 ] || export NPROC=${NPROC:-$(($(nproc) > 1 ? 2 : 1))}
+  for name in data extract train evaluate export; do
+    at=$SECONDS
+    echo "== $name"
+    stage "$(module_of "$name")" configs/demo.yaml "$@"
+    echo "== $name took $((SECONDS - at)) s"
+  done
+  echo "== demo took $((SECONDS - start)) s after setup"
+  .venv/bin/python -m evaluation configs/demo.yaml "$@" --report-only
+}
+
+run_tests() {
+  export OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 WANDB_MODE=offline PATH="$PWD/.venv/bin:$PATH"
+  ruff format --check .
+  ruff check .
+  lint-imports
+  basedpyright
+  pytest -n "${PYTEST_WORKERS:-2}" "$@"
+}
+
+module_of() { case $1 in evaluate) echo evaluation ;; plan) echo train.plan ;; *) echo "$1" ;; esac; }
+
+export PYTHONPATH=$PWD PYTHONUNBUFFERED=1 TOKENIZERS_PARALLELISM=false
+command=${1:-}; [ $# -gt 0 ] && shift
+case $command in
+  "" | help | -h | --help) usage ;;
+  setup) setup; setup test ;;
+  demo) setup; demo "$@" ;;
+  test) setup; setup test; run_tests "$@" ;;
+  report) setup; exec .venv/bin/python -m evaluation "$@" --report-only ;;
+  plan) setup; exec .venv/bin/python -m train.plan "$@" ;;
+  data | extract | train | evaluate | export)
+    setup
+    [ $# -gt 0 ] || die "$command needs a recipe, e.g. ./launch.sh $command configs/demo.yaml"
+    stage "$(module_of "$command")" "$@" ;;
+  *) die "unknown command '$command'; ./launch.sh prints the list" ;;
+esac
