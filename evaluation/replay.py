@@ -1,0 +1,171 @@
+"""Acceptance length from feature rows: the whole decode is replayed from the drafter's log-probs and the recorded tokens.
+
+The walk follows the recorded response, so a draft is accepted exactly as far as the response's next tokens are in the tree;
+no target forward is needed, and one pass over the vocabulary gives every budget at once (DESIGN section 6). Exact for
+greedy records, unbiased for sampled ones at the same temperature.
+
+Shapes: N anchors, L = K-1 slots, M children kept a slot, B tree budget.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from data.features import FeatureRow
+from ddtree.build import build_trees
+from ddtree.replay import accepted, chain_accepted, rank_prefixes, replay_walk
+from drafter.model import Drafter
+from evaluation.acceptance import Acceptance, PromptPasses, measure_acceptance
+from evaluation.decode import CHAIN, Acceptor, tree_acceptor
+from evaluation.scores import SlotScores, find_responses, score_anchors
+from evaluation.sums import ReplaySums
+from target.head import TargetHead
+
+
+@dataclass(frozen=True)
+class ReplayOptions:
+    budgets: tuple[int, ...]
+    """Increasing."""
+    drafter_temperature: float = 1.0
+    max_new_tokens: int | None = None
+    """Responses are cut here, as live decoding is."""
+    anchors_per_forward: int = 256
+    head_chunk_rows: int = 1024
+    """Rows of logits alive at once."""
+
+    @property
+    def acceptors(self) -> list[Acceptor]:
+        """The chain, then the tree at every budget: the order of all tables."""
+        return [CHAIN, *(tree_acceptor(budget) for budget in self.budgets)]
+
+
+@dataclass(frozen=True)
+class RowReplay:
+    """One prompt: emitted tokens a pass for every acceptor (by key), and its share of the sums."""
+
+    prompt_id: str
+    task: str
+    passes: dict[str, list[int]]
+    sums: ReplaySums
+
+
+@dataclass
+class ReplayResult:
+    """Rows of this rank. Ranks add up `sums` (see ReplaySums); the rows keep the intervals and the tasks possible."""
+
+    options: ReplayOptions
+    sums: ReplaySums
+    rows: list[RowReplay] = field(default_factory=list)
+
+    def prompts(self, acceptor: Acceptor) -> list[PromptPasses]:
+        return [
+            PromptPasses(row.prompt_id, row.task, tuple(row.passes[acceptor.key]))
+            for row in self.rows
+        ]
+
+    def acceptance(self, acceptor: Acceptor) -> Acceptance:
+        return measure_acceptance(self.prompts(acceptor))
+
+
+def replay_rows(
+    drafter: Drafter,
+    head: TargetHead,
+    rows: Iterable[FeatureRow],
+    budgets: Sequence[int],
+    *,
+    drafter_temperature: float = 1.0,
+    max_new_tokens: int | None = None,
+    anchors_per_forward: int = 256,
+    head_chunk_rows: int = 1024,
+) -> ReplayResult:
+    """Replay every response of every row for the chain and the tree at each budget, on the device of `head`.
+
+    The drafter is put in evaluation mode and handed back as it was.
+    """
+    options = ReplayOptions(
+        tuple(sorted(set(budgets))),
+        drafter_temperature,
+        max_new_tokens,
+        anchors_per_forward,
+        head_chunk_rows,
+    )
+    result = ReplayResult(options, empty_sums(drafter, options))
+    with _evaluation_mode(drafter):
+        for row in rows:
+            replayed = replay_row(drafter, head, row, options)
+            result.rows.append(replayed)
+            result.sums += replayed.sums
+    return result
+
+
+@torch.no_grad()
+def replay_row(
+    drafter: Drafter, head: TargetHead, row: FeatureRow, options: ReplayOptions
+) -> RowReplay:
+    """One prompt. Its responses (one a turn) are replayed apart, each from its own r_0, and their passes joined."""
+    sums = empty_sums(drafter, options)
+    passes: dict[str, list[int]] = {acceptor.key: [] for acceptor in options.acceptors}
+    for response in find_responses(row.loss_mask, options.max_new_tokens):
+        per_anchor: dict[str, list[int]] = {key: [] for key in passes}
+        for start in range(0, response.num_drafted, options.anchors_per_forward):
+            anchors = range(start, min(start + options.anchors_per_forward, response.num_drafted))
+            scores = score_anchors(
+                drafter,
+                head,
+                row,
+                response,
+                anchors,
+                num_children=max(options.budgets),
+                temperature=options.drafter_temperature,
+                head_chunk_rows=options.head_chunk_rows,
+            )
+            ranks = gold_ranks(scores, max(options.budgets))
+            found = accepted_tokens(scores, ranks, options)
+            trees = build_trees(scores.top_log_probs, max(options.budgets))
+            sums.add_anchors(scores, ranks, list(found.values()), trees)
+            for key, counts in found.items():
+                per_anchor[key] += counts.tolist()
+        for key, counts in per_anchor.items():
+            passes[key] += replay_walk(counts, response.num_drafted)
+    sums.add_prompt(
+        [PromptPasses(row.sample_id, row.task, tuple(emitted)) for emitted in passes.values()]
+    )
+    return RowReplay(row.sample_id, row.task, passes, sums)
+
+
+def gold_ranks(scores: SlotScores, max_budget: int) -> Tensor:
+    """(N, L) int64: place of the recorded prefix of each depth in the tree's total order, from 1; max_budget+1 beyond."""
+    return rank_prefixes(
+        scores.top_log_probs,
+        scores.gold_log_probs,
+        scores.gold_child_ranks,
+        scores.num_gold,
+        max_budget,
+    )
+
+
+def accepted_tokens(scores: SlotScores, ranks: Tensor, options: ReplayOptions) -> dict[str, Tensor]:
+    """Accepted draft tokens (N,) int64 by acceptor key, in the order of `options.acceptors`."""
+    found = {CHAIN.key: chain_accepted(scores.gold_child_ranks, scores.num_gold)}
+    for budget in options.budgets:
+        found[tree_acceptor(budget).key] = accepted(ranks, scores.num_gold, budget)
+    return found
+
+
+def empty_sums(drafter: Drafter, options: ReplayOptions) -> ReplaySums:
+    return ReplaySums.zero(options.budgets, drafter.config.block_size - 1)
+
+
+@contextlib.contextmanager
+def _evaluation_mode(drafter: Drafter) -> Iterator[None]:
+    was_training = drafter.training
+    drafter.eval()
+    try:
+        yield
+    finally:
+        drafter.train(was_training)

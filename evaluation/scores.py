@@ -1,0 +1,113 @@
+"""The drafter's opinion of a recorded response: for every anchor, the log-probs of what it drafts and of what came.
+
+Shapes: S tokens of the row, N anchors, K block size, L = K-1 slots, D taps, H hidden, V vocabulary, M children kept a slot.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from data.features import FeatureRow
+from drafter.head import sparse_log_probs
+from drafter.model import BlockLayout, Drafter, block_embeddings
+from target.head import TargetHead
+
+
+@dataclass(frozen=True)
+class Response:
+    """The record r_0..r_n of one response: `first` is r_0's position in the row, `num_drafted` is n.
+
+    r_0 is prefill's token, so n tokens are left for verify passes, and r_0..r_{n-1} are the possible anchors.
+    """
+
+    first: int
+    num_drafted: int
+
+
+@dataclass(frozen=True)
+class SlotScores:
+    """Slot k of anchor i predicts r_{i+k}; only the first num_gold slots of an anchor have a recorded token."""
+
+    top_log_probs: Tensor
+    """(N, L, M) float32, the likeliest tokens of a slot, falling."""
+    gold_log_probs: Tensor
+    """(N, L) float32, of the recorded tokens."""
+    gold_child_ranks: Tensor
+    """(N, L) int64, index of the recorded token among the M, or M when it is not there."""
+    num_gold: Tensor
+    """(N,) int64"""
+
+
+def find_responses(loss_mask: Tensor, max_new_tokens: int | None = None) -> list[Response]:
+    """Every run of `loss_mask` (S,) bool, cut as decoding would at `max_new_tokens`; runs of one token have no pass."""
+    edges = torch.diff(loss_mask.int(), prepend=torch.zeros(1), append=torch.zeros(1)).tolist()
+    starts = [position for position, edge in enumerate(edges) if edge == 1]
+    ends = [position for position, edge in enumerate(edges) if edge == -1]
+    limit = max_new_tokens or len(loss_mask)
+    runs = [
+        Response(start, min(end - start, limit) - 1)
+        for start, end in zip(starts, ends, strict=True)
+    ]
+    return [run for run in runs if run.num_drafted > 0]
+
+
+def score_anchors(
+    drafter: Drafter,
+    head: TargetHead,
+    row: FeatureRow,
+    response: Response,
+    anchors: range,
+    num_children: int,
+    temperature: float = 1.0,
+    head_chunk_rows: int = 1024,
+) -> SlotScores:
+    """Scores of the anchors r_i, i in `anchors`: one drafter forward, and one pass over the vocabulary for each slot."""
+    device, config = head.head.device, drafter.config
+    num_slots = config.block_size - 1
+    input_ids = row.input_ids.to(device)
+    positions = response.first + torch.arange(anchors.start, anchors.stop, device=device)  # (N,)
+    last = response.first + response.num_drafted
+    num_gold = (last - positions).clamp(max=num_slots)
+    slots = torch.arange(1, config.block_size, device=device)
+    gold = input_ids[(positions[:, None] + slots).clamp(max=last)]  # (N, L); beyond num_gold unused
+    hidden = _forward(drafter, head, row.features.to(device), input_ids, positions)  # (N, L, H)
+    num_children = min(num_children, len(head.head))
+    found = sparse_log_probs(
+        hidden.flatten(0, 1),
+        head.head,
+        gold.reshape(-1, 1),
+        top_k=num_children,
+        chunk_rows=head_chunk_rows,
+        temperature=temperature,
+    )
+    assert found.top_log_probs is not None
+    assert found.top_ids is not None
+    top_ids = found.top_ids.view(*gold.shape, num_children)
+    is_gold = top_ids == gold[..., None]
+    ranks = torch.where(is_gold.any(-1), is_gold.int().argmax(-1), num_children)
+    return SlotScores(
+        top_log_probs=found.top_log_probs.view(*gold.shape, num_children),
+        gold_log_probs=found.log_probs.view(gold.shape),
+        gold_child_ranks=ranks,
+        num_gold=num_gold,
+    )
+
+
+def _forward(
+    drafter: Drafter, head: TargetHead, features: Tensor, input_ids: Tensor, positions: Tensor
+) -> Tensor:
+    """Hidden states of slots 1..K-1 of the blocks at `positions`, (N, L, H); the row is one document."""
+    config, dtype = drafter.config, drafter.fc.weight.dtype
+    layout = BlockLayout(
+        context_positions=torch.arange(len(input_ids), device=features.device)[None],
+        context_documents=torch.zeros_like(input_ids)[None],
+        anchor_positions=positions[None],
+        anchor_documents=torch.zeros_like(positions)[None],
+    )
+    blocks = block_embeddings(
+        head.embedding, input_ids[positions][None], config.mask_token_id, config.block_size
+    )
+    return drafter(features[None].to(dtype), blocks.to(dtype), layout)[0, :, 1:]
