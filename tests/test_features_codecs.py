@@ -1,0 +1,105 @@
+"""Codecs: lossless ones give back every bit, fp8 keeps its error bound."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from data.codecs import blob_columns, decode, decoded_dtype, encode
+
+CODECS = ("fp32", "bf16", "bf16-planes", "fp8")
+
+
+def round_trip(features, codec):
+    num_tokens, num_taps, hidden_size = features.shape
+    columns = encode(features, codec)
+    for column in blob_columns(codec, num_taps, hidden_size):
+        assert columns[column.name].shape == (num_tokens, column.bytes_per_token)
+    return decode(columns, num_tokens, num_taps, hidden_size, codec)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    bits=st.lists(st.integers(-(2**15), 2**15 - 1), min_size=6, max_size=6),
+    num_tokens=st.integers(1, 4),
+    codec=st.sampled_from(["bf16", "bf16-planes"]),
+)
+def test_every_bf16_pattern_comes_back_bit_for_bit(bits, num_tokens, codec):
+    pattern = torch.tensor(bits, dtype=torch.int16).view(1, 2, 3).repeat(num_tokens, 1, 1)
+    pattern = pattern + torch.arange(num_tokens, dtype=torch.int16).view(-1, 1, 1)
+    decoded = round_trip(pattern.view(torch.bfloat16), codec)
+    assert torch.equal(decoded.view(torch.int16), pattern)
+
+
+def test_all_65536_bf16_patterns_survive_the_planes():
+    pattern = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(-1, 2, 16)
+    decoded = round_trip(pattern.view(torch.bfloat16), "bf16-planes")
+    assert torch.equal(decoded.view(torch.int16), pattern)
+
+
+def test_fp32_comes_back_bit_for_bit():
+    features = torch.randn(5, 2, 7, generator=torch.Generator().manual_seed(0))
+    assert torch.equal(round_trip(features, "fp32"), features)
+
+
+def test_bytes_are_little_endian_token_tap_hidden():
+    features = torch.arange(8, dtype=torch.float32).view(2, 2, 2)
+    assert encode(features, "fp32")["features"].flatten().numpy().tobytes() == (
+        b"".join(value.to_bytes(4, "little") for value in [0, 0x3F800000, 0x40000000, 0x40400000])
+        + b"".join(
+            value.to_bytes(4, "little")
+            for value in [0x40800000, 0x40A00000, 0x40C00000, 0x40E00000]
+        )
+    )
+    planes = encode(features, "bf16-planes")
+    assert planes["features_high"].flatten().tolist() == [0, 0x3F, 0x40, 0x40, *[0x40] * 4]
+    assert planes["features_low"].flatten().tolist() == [0, 0x80, 0, 0x40, 0x80, 0xA0, 0xC0, 0xE0]
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    seed=st.integers(0, 2**31),
+    magnitude=st.sampled_from([1e-30, 1e-6, 1.0, 3e4, 1e30]),
+    outlier=st.sampled_from([1.0, 50.0]),
+)
+def test_fp8_error_is_bounded_by_its_grid(seed, magnitude, outlier):
+    """3 mantissa bits: half a step is 2^-4 of the value; below 2^-6 of the scale, 2^-10 scales. bf16 adds 2^-9."""
+    features = torch.randn(3, 2, 64, generator=torch.Generator().manual_seed(seed)) * magnitude
+    features[:, :, 0] *= outlier
+    decoded = round_trip(features, "fp8").float()
+    scales = features.abs().amax(-1, keepdim=True) / 448
+    bound = torch.maximum(features.abs() * 2**-4, scales * 2**-10) + features.abs() * 2**-8
+    assert ((decoded - features).abs() <= bound).all()
+
+
+def test_fp8_rms_error_is_what_the_design_says():
+    features = torch.randn(64, 2, 512, generator=torch.Generator().manual_seed(1))
+    error = (round_trip(features, "fp8").float() - features).square().mean().sqrt()
+    assert 0.02 < error / features.square().mean().sqrt() < 0.03  # 2.6 %
+
+
+def test_fp8_keeps_zero_rows_zero():
+    features = torch.zeros(2, 1, 8)
+    features[1] = 3.0
+    assert torch.equal(round_trip(features, "fp8").float(), features)
+
+
+@pytest.mark.parametrize("codec", CODECS)
+def test_dtype_follows_the_codec(codec):
+    decoded = round_trip(torch.ones(2, 1, 4, dtype=torch.bfloat16), codec)
+    assert (
+        decoded.dtype
+        == decoded_dtype(codec)
+        == (torch.float32 if codec == "fp32" else torch.bfloat16)
+    )
+    assert torch.equal(decoded.float(), torch.ones(2, 1, 4))
+
+
+def test_a_column_of_another_size_is_refused():
+    columns = encode(torch.ones(3, 2, 4), "bf16")
+    with pytest.raises(
+        ValueError, match=r"column features of codec bf16: \(3, 16\), not \(3, 24\)"
+    ):
+        decode(columns, 3, 3, 4, "bf16")
+    with pytest.raises(ValueError, match="features_high"):
+        decode(columns, 3, 2, 4, "bf16-planes")
