@@ -1,0 +1,135 @@
+"""Log-probs of a few tokens a row, without ever holding the rows' logits: the head in chunks of rows.
+
+R rows, M asked tokens a row, H hidden, V vocabulary, k top tokens. For any loss of the asked log-probs, with c_v its
+derivative by log q(v) and h = E_q[W] = softmax(logits) W,
+
+    d loss / d hidden = sum_v c_v W[v] - (sum_v c_v) h
+
+so the forward pass keeps h, and backward is a gather and a subtraction. Derived from first principles.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+
+@dataclass(frozen=True)
+class SparseLogProbs:
+    log_probs: Tensor  # (R, M) float32, of the asked tokens; differentiable
+    top_log_probs: Tensor | None  # (R, k) float32, falling; no gradient
+    top_ids: Tensor | None  # (R, k) int64; of equal logits the lower id comes first
+
+
+def sparse_log_probs(
+    hidden: Tensor,
+    head: Tensor,
+    token_ids: Tensor,
+    top_k: int = 0,
+    chunk_rows: int = 1024,
+    temperature: float = 1.0,
+) -> SparseLogProbs:
+    """log softmax(hidden @ head.T / temperature) at `token_ids`, and the `top_k` best tokens of each row.
+
+    hidden: (R, H); head: (V, H), frozen; token_ids: (R, M) int64 in 0..V-1. Memory beyond the result is
+    chunk_rows * V. Log-probs are float32 (float64 for float64 inputs); the softmax is never taken in bf16.
+    """
+    assert not head.requires_grad, "the head is the target's and frozen"
+    assert token_ids.shape[0] == hidden.shape[0], (token_ids.shape, hidden.shape)
+    needs_grad = hidden.requires_grad and torch.is_grad_enabled()
+    log_probs, top_log_probs, top_ids = _SparseLogProbs.apply(
+        hidden, head, token_ids, top_k, chunk_rows, temperature, needs_grad
+    )
+    if top_k == 0:
+        return SparseLogProbs(log_probs, None, None)
+    return SparseLogProbs(log_probs, top_log_probs, top_ids)
+
+
+class _SparseLogProbs(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        head: Tensor,
+        token_ids: Tensor,
+        top_k: int,
+        chunk_rows: int,
+        temperature: float,
+        needs_grad: bool,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        rows, size = hidden.shape
+        dtype = torch.promote_types(hidden.dtype, torch.float32)
+        log_probs = hidden.new_empty(token_ids.shape, dtype=dtype)
+        top_log_probs = hidden.new_empty((rows, top_k), dtype=dtype)
+        top_ids = token_ids.new_empty((rows, top_k))
+        mean_rows = hidden.new_empty((rows if needs_grad else 0, size), dtype=dtype)  # h, E_q[W]
+        for start in range(0, rows, chunk_rows):
+            chunk = slice(start, start + chunk_rows)
+            logits = _matmul(hidden[chunk].to(head.dtype), head.T, dtype)  # (chunk, V)
+            logits = logits if temperature == 1.0 else logits.div_(temperature)
+            normaliser = logits.logsumexp(-1, keepdim=True)
+            log_probs[chunk] = logits.gather(1, token_ids[chunk]) - normaliser
+            if top_k:
+                values, top_ids[chunk] = ordered_top_k(logits, top_k)
+                top_log_probs[chunk] = values - normaliser
+            if needs_grad:
+                probs = logits.sub_(normaliser).exp_()
+                mean_rows[chunk] = _matmul(probs.to(head.dtype), head, dtype)
+        ctx.save_for_backward(head, token_ids, mean_rows)
+        ctx.temperature, ctx.chunk_rows, ctx.hidden_dtype = temperature, chunk_rows, hidden.dtype
+        ctx.mark_non_differentiable(top_log_probs, top_ids)
+        return log_probs, top_log_probs, top_ids
+
+    @staticmethod
+    @once_differentiable
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride] - torch's stub has one name for all
+        ctx: Any, grad: Tensor, *_: Tensor
+    ) -> tuple[Tensor | None, ...]:
+        head, token_ids, mean_rows = ctx.saved_tensors
+        gradient = mean_rows * -grad.sum(-1, keepdim=True)
+        # the gathered rows are (chunk, M, H): keep them as small as the forward's chunk is
+        chunk_rows = max(1, ctx.chunk_rows // max(1, token_ids.shape[1]))
+        for start in range(0, len(grad), chunk_rows):
+            chunk = slice(start, start + chunk_rows)
+            asked = head[token_ids[chunk]].to(grad.dtype)  # (chunk, M, H)
+            gradient[chunk] += (grad[chunk, None] @ asked)[:, 0]
+        gradient = (gradient / ctx.temperature).to(ctx.hidden_dtype)
+        return gradient, None, None, None, None, None, None
+
+
+def ordered_top_k(values: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """The k largest of each row, falling; of equal values the lower index, inside and at the edge of the k.
+
+    values: (R, V). Returns values and int64 indices, (R, k). torch.topk leaves both kinds of tie open.
+    """
+    size = values.shape[-1]
+    best, ids = values.topk(min(k + 1, size), -1)
+    if k < size:
+        tied = (best[:, k - 1] == best[:, k]).nonzero()[:, 0]
+        best, ids = best[:, :k].contiguous(), ids[:, :k].contiguous()
+        if len(tied):
+            ids[tied] = _lowest_at_the_edge(values[tied], best[tied], ids[tied])
+    ids, order = ids.sort(-1)
+    best, order = best.gather(1, order).sort(stable=True, dim=-1, descending=True)
+    return best, ids.gather(1, order)
+
+
+def _lowest_at_the_edge(values: Tensor, best: Tensor, ids: Tensor) -> Tensor:
+    """`ids` with those that share the k-th value replaced by the lowest ids of that value. All (R, V) or (R, k)."""
+    size, k = values.shape[-1], best.shape[-1]
+    index = torch.arange(size, 0, -1, dtype=torch.int32, device=values.device)
+    lowest = size - (index * (values == best[:, -1:])).topk(k, -1).values.long()  # (R, k) rising
+    num_greater = (best > best[:, -1:]).sum(-1, keepdim=True)
+    place = torch.arange(k, device=values.device) - num_greater  # (R, k), from 0 at the first tie
+    return torch.where(place < 0, ids, lowest.gather(1, place.clamp(min=0)))
+
+
+def _matmul(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
+    """a @ b as `dtype`; on CUDA bf16 products leave the kernel as float32, on CPU they are rounded to bf16 first."""
+    if a.is_cuda and a.dtype != dtype:
+        return torch.mm(a, b, out_dtype=dtype)
+    return (a @ b).to(dtype)
