@@ -1,0 +1,209 @@
+"""From a drafter's per-slot log-probs to the B best prefixes, exactly, for one block or for hundreds at once.
+
+`build_tree` is a heap on the host: the least latency for the one block of live decoding. `build_trees` goes down the slots
+with tensors, on any device: training and replay. Both follow ddtree/order.py, and a smaller budget is a prefix of a larger one.
+
+N blocks, L = K-1 drafted slots, M children listed a slot (M >= min(B, V) loses nothing), B tree budget, without the root.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ddtree.order import IMPOSSIBLE, as_nats, fixed_point, require_budget
+from ddtree.tree import DraftTree
+
+
+def build_tree(anchor_token: int, top_log_probs: Tensor, top_ids: Tensor, budget: int) -> DraftTree:
+    """The first `budget` prefixes in the total order, as a tree; fewer if fewer are possible.
+
+    top_log_probs: (L, M) floats, each slot sorted descending; top_ids: (L, M), the tokens they belong to.
+    Source: DDTree, arXiv:2604.12989, with ties settled.
+    """
+    require_budget(budget)
+    costs = (-fixed_point(top_log_probs[:, :budget])).tolist()
+    top_ids = top_ids[:, :budget].cpu().long()
+    num_slots, num_listed = len(costs), len(costs[0])
+    parents, depths, ranks, scores = [-1], [0], [0], [0]
+    heap = []
+    if costs[0][0] < -IMPOSSIBLE:
+        heap.append((costs[0][0], 1, (0,), 0))  # cost, depth, child ranks, parent: the total order
+    while heap and len(parents) <= budget:
+        cost, depth, path, parent = heap[0]
+        rank, slot = path[-1], costs[depth - 1]
+        node = len(parents)
+        parents.append(parent)
+        depths.append(depth)
+        ranks.append(rank)
+        scores.append(-cost)
+        sibling = cost - slot[rank] + slot[rank + 1] if rank + 1 < num_listed else -IMPOSSIBLE
+        if sibling < -IMPOSSIBLE:
+            heapq.heapreplace(heap, (sibling, depth, (*path[:-1], rank + 1), parent))
+        else:
+            heapq.heappop(heap)
+        if depth < num_slots and cost + costs[depth][0] < -IMPOSSIBLE:
+            heapq.heappush(heap, (cost + costs[depth][0], depth + 1, (*path, 0), node))
+    table = torch.tensor([parents, depths, ranks, scores])
+    tokens = torch.cat([torch.tensor([anchor_token]), top_ids[table[1, 1:] - 1, table[2, 1:]]])
+    return DraftTree(tokens, table[0], table[1], table[2], as_nats(table[3]))
+
+
+@dataclass(frozen=True, eq=False)
+class TreeBatch:
+    """N trees without their roots, nodes in the total order. Rows with fewer than B nodes end in padding."""
+
+    scores: Tensor  # (N, B) float32 nats, falling; -inf in padding. For losses: membership is the index.
+    depths: Tensor  # (N, B) int64, from 1; 0 in padding
+    parents: (
+        Tensor  # (N, B) int64, index of the parent node; -1 where it is the root, and in padding
+    )
+    child_ranks: Tensor  # (N, B) int64, place in the slot's top list; -1 in padding
+    num_nodes: Tensor  # (N,) int64
+
+
+@torch.no_grad()
+def build_trees(top_log_probs: Tensor, budget: int) -> TreeBatch:
+    """The first `budget` prefixes in the total order of each of N blocks.
+
+    top_log_probs: (N, L, M) floats, each slot sorted descending. Exact: with the parents of one depth sorted, child (i-th
+    parent, j-th token) comes after (i+1)(j+1)-1 others of its depth, so about B ln B candidates a depth suffice.
+    """
+    require_budget(budget)
+    steps = fixed_point(top_log_probs[:, :, :budget])
+    nodes = _Nodes.roots(steps, budget)
+    parents = _Parents.roots(steps)
+    for slot in range(steps.shape[1]):
+        parents = nodes.take_children(parents, steps[:, slot])
+        if parents.score.shape[1] == 0:  # children of what is in no tree are in no tree
+            break
+    return nodes.finish()
+
+
+def tree_thresholds(top_log_probs: Tensor, budgets: Sequence[int]) -> Tensor:
+    """(N, len(budgets)) float32: the score of the B-th prefix, in nats; -inf where the tree has fewer nodes."""
+    scores = build_trees(top_log_probs, max(budgets)).scores
+    return scores[:, [budget - 1 for budget in budgets]]
+
+
+@dataclass
+class _Parents:
+    """The nodes of one depth that are still in a tree, (N, P), in the total order; IMPOSSIBLE in padding."""
+
+    score: Tensor
+    node: Tensor  # column in the history of _Nodes
+    lexical: Tensor  # a number that rises with the child ranks of the path
+
+    @classmethod
+    def roots(cls, steps: Tensor) -> _Parents:
+        zero = steps.new_zeros(steps.shape[0], 1)
+        return cls(zero, zero, zero)
+
+
+@dataclass
+class _Children:
+    """Candidates of one depth, (N, C): child `rank` of parent `parent`, for the pairs that can be in a tree."""
+
+    score: Tensor
+    parent: Tensor  # (C,) index into _Parents
+    rank: Tensor  # (C,)
+    lexical: Tensor  # (N, C) 0..C-1, rises with the child ranks of the path
+
+    @classmethod
+    def of(cls, parents: _Parents, slot: Tensor, budget: int) -> _Children:
+        num_parents = parents.score.shape[1]
+        places = torch.arange(num_parents)
+        counts = (budget // (places + 1)).clamp(max=slot.shape[1])
+        parent = places.repeat_interleave(counts)
+        rank = torch.arange(parent.shape[0]) - (counts.cumsum(0) - counts)[parent]
+        counts, parent, rank = (table.to(slot.device) for table in (counts, parent, rank))
+        order = parents.lexical.argsort(dim=1)
+        sorted_counts = counts[order]
+        first = torch.empty_like(order).scatter_(
+            1, order, sorted_counts.cumsum(1) - sorted_counts
+        )  # (N, P) number of candidates lexically before the parent's
+        score = (parents.score[:, parent] + slot[:, rank]).clamp(min=IMPOSSIBLE)
+        return cls(score, parent, rank, first[:, parent] + rank)
+
+
+class _Nodes:
+    """The best B nodes found so far, and where every node ever kept came from."""
+
+    def __init__(self, score: Tensor, budget: int):
+        self.budget = budget
+        self.score = score  # (N, B) in the total order; IMPOSSIBLE in padding
+        self.node = torch.zeros_like(
+            score
+        )  # (N, B) columns in the history; 0, the root, in padding
+        root = score.new_zeros(score.shape[0], 1)
+        self.parent, self.rank, self.depth = [root], [root - 1], [root]  # history, (N, P) a depth
+
+    @classmethod
+    def roots(cls, steps: Tensor, budget: int) -> _Nodes:
+        return cls(steps.new_full((steps.shape[0], budget), IMPOSSIBLE), budget)
+
+    def take_children(self, parents: _Parents, slot: Tensor) -> _Parents:
+        """Merge in the children that slot (N, M) gives `parents`; return those that are among the best B."""
+        children = _Children.of(parents, slot, self.budget)
+        chosen = self._merge(children)
+        return self._record(parents, children, chosen)
+
+    def _merge(self, children: _Children) -> Tensor:
+        """(N, B) indices into [nodes ; children] of the best B, in order. Every sort key is unique, so ties are settled:
+        nodes so far are less deep and come first, in their order, then children lexically."""
+        num_entries = self.budget + children.rank.shape[0]
+        bits = num_entries.bit_length()
+        place = torch.arange(self.budget, device=self.score.device)
+        keys = torch.cat(
+            [
+                (self.score << bits) + (num_entries - place),
+                (children.score << bits) + (num_entries - self.budget - children.lexical),
+            ],
+            dim=1,
+        )
+        best = keys.topk(self.budget, dim=1)
+        self.score = best.values >> bits
+        return best.indices
+
+    def _record(self, parents: _Parents, children: _Children, chosen: Tensor) -> _Parents:
+        """Add the chosen children to the history and compact them, (N, P)."""
+        is_new = (chosen >= self.budget) & (self.score > IMPOSSIBLE)
+        count = is_new.cumsum(1)
+        num_new = int(count[:, -1].max()) if count.shape[0] else 0
+        first = sum(part.shape[1] for part in self.parent)  # history columns so far
+        old = self.node.gather(1, chosen.clamp(max=self.budget - 1))
+        self.node = torch.where(
+            is_new, first + count - 1, torch.where(chosen < self.budget, old, 0)
+        )
+
+        to = torch.where(is_new, count - 1, num_new)  # the last column collects what is not new
+
+        def compact(values: Tensor, padding: int) -> Tensor:
+            target = values.new_full((values.shape[0], num_new + 1), padding)
+            return target.scatter_(1, to, values)[:, :num_new]
+
+        child = compact((chosen - self.budget).clamp(min=0), 0)
+        self.parent.append(parents.node.gather(1, children.parent[child]))
+        self.rank.append(children.rank[child])
+        self.depth.append(torch.full_like(child, len(self.depth)))
+        node = torch.arange(first, first + num_new, device=child.device).expand_as(child)
+        return _Parents(compact(self.score, IMPOSSIBLE), node, children.lexical.gather(1, child))
+
+    def finish(self) -> TreeBatch:
+        parent, rank, depth = (
+            torch.cat(part, dim=1) for part in (self.parent, self.rank, self.depth)
+        )
+        place = torch.arange(self.budget, device=self.node.device).expand_as(self.node)
+        place_of = torch.full_like(parent, -1).scatter_(1, self.node, place)
+        place_of[:, 0] = -1  # the root, which padding wrote to
+        return TreeBatch(
+            scores=as_nats(self.score),
+            depths=depth.gather(1, self.node),
+            parents=place_of.gather(1, parent.gather(1, self.node)),
+            child_ranks=rank.gather(1, self.node),
+            num_nodes=(self.score > IMPOSSIBLE).sum(dim=1),
+        )
