@@ -1,0 +1,170 @@
+"""The DeepSpeed engine around the drafter: one optimizer step is micro-batches forward and backward, a check, an update.
+
+The gradient of a step is exactly that of the sum of its micro-batch losses over all ranks: no division by the number of
+ranks or of micro-batches stays in it. The target's embedding and head are no part of the engine: they are in no optimizer,
+no reduction and no checkpoint.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import logging
+from collections.abc import Iterator
+from typing import Any, cast
+
+import deepspeed
+import deepspeed.comm
+import deepspeed.ops
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from common.distributed import Ranks
+from configs.schema import TrainSection
+from drafter.model import BlockLayout, Drafter
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+MAX_BUCKET_ELEMENTS = 500_000_000
+SHARED_MEMORY_OP = "deepspeed_shm_comm"
+
+
+class Engine:
+    """A drafter that trains. Collective: every rank makes the same calls in the same order."""
+
+    def __init__(self, drafter: Drafter, train: TrainSection, ranks: Ranks, num_micro_batches: int):
+        """`num_micro_batches`: what each rank runs in one optimizer step."""
+        join_process_group(ranks)
+        self.ranks = ranks
+        self.zero_stage = train.zero_stage
+        self.dtype = DTYPES[train.dtype]
+        self.shapes = {name: tuple(p.shape) for name, p in drafter.named_parameters()}
+        self.names_by_group = [name for group in weight_decay_groups(drafter) for name, _ in group]
+        """Parameter names in the optimizer's order."""
+        drafter.activation_checkpointing = train.activation_checkpointing
+        self._not_finite = torch.zeros((), device=ranks.device)
+        for parameter in drafter.parameters():
+            parameter.register_hook(self._watch)
+        self.optimizer = make_optimizer(drafter, train)
+        # BF16_Optimizer prints memory lines whatever the log level
+        with contextlib.redirect_stdout(io.StringIO()):
+            self.deepspeed = deepspeed.initialize(
+                model=drafter,
+                optimizer=self.optimizer,
+                config=deepspeed_config(drafter, train, num_micro_batches),
+                dist_init_required=False,
+            )[0]
+        # ZeRO 0 in bf16 has taken an optimizer step on zero gradients by now: it must not count in Adam's bias correction
+        self.set_adam_step(0)
+
+    @property
+    def drafter(self) -> Drafter:
+        return cast(Drafter, self.deepspeed.module)
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        return self.drafter.named_parameters()
+
+    def forward(self, features: Tensor, embeddings: Tensor, layout: BlockLayout) -> Tensor:
+        """(B, N, K, H) hidden states; arguments as Drafter.forward."""
+        return self.deepspeed(features, embeddings, layout)
+
+    def backward(self, loss: Tensor, last: bool) -> None:
+        """Add a micro-batch's gradient; `last`: of this optimizer step, gradients are reduced over ranks."""
+        self.deepspeed.set_gradient_accumulation_boundary(last)
+        # DeepSpeed averages over ranks; ours is a sum with its own normaliser
+        self.deepspeed.backward(loss * self.ranks.world_size, scale_wrt_gas=False)
+
+    def take_not_finite(self) -> Tensor:
+        """() 1.0 if a gradient of this rank has not been finite since the last call; then forgets it."""
+        flag = self._not_finite.clone()
+        self._not_finite.zero_()
+        return flag
+
+    def step(self, learning_rate: float) -> float:
+        """Clip, update, zero the gradients. Returns the gradient's norm before clipping."""
+        for group in self.optimizer.param_groups:
+            group["lr"] = learning_rate
+        norm = self._plain_grad_norm() if self.zero_stage == 0 else None
+        self.deepspeed.step()
+        if norm is None:
+            norm = self.deepspeed.get_global_grad_norm()
+        assert norm is not None
+        return float(norm)
+
+    def set_adam_step(self, step: int) -> None:
+        """Optimizer steps Adam's bias correction counts."""
+        for state in self.optimizer.state.values():
+            if "step" in state:
+                state["step"].fill_(step)
+
+    def _plain_grad_norm(self) -> Tensor:
+        gradients = [p.grad.float() for p in self.drafter.parameters() if p.grad is not None]
+        return nn.utils.get_total_norm(gradients)
+
+    def _watch(self, gradient: Tensor) -> None:
+        # a sum is not finite if one of its terms is not: one pass, no sync with the device, the same for every ZeRO stage
+        total = gradient.detach().sum(dtype=torch.float32)
+        self._not_finite.copy_(torch.maximum(self._not_finite, (~total.isfinite()).float()))
+
+
+def make_optimizer(drafter: Drafter, train: TrainSection) -> torch.optim.AdamW:
+    """AdamW; matrices decay, norm weights do not. The learning rate is set before every step."""
+    decays = (train.weight_decay, 0.0)
+    return torch.optim.AdamW(
+        [
+            {"params": [parameter for _, parameter in group], "weight_decay": decay}
+            for group, decay in zip(weight_decay_groups(drafter), decays, strict=True)
+        ],
+        lr=0.0,
+        betas=(train.beta1, train.beta2),
+        eps=train.adam_eps,
+        fused=True,
+    )
+
+
+def weight_decay_groups(drafter: Drafter) -> tuple[list[tuple[str, nn.Parameter]], ...]:
+    """Named parameters that decay (matrices) and that do not (norm weights)."""
+    named = list(drafter.named_parameters())
+    return [pair for pair in named if pair[1].ndim > 1], [p for p in named if p[1].ndim <= 1]
+
+
+def deepspeed_config(
+    drafter: Drafter, train: TrainSection, num_micro_batches: int
+) -> dict[str, Any]:
+    """DeepSpeed's settings for a recipe.
+
+    Gradients are accumulated in float32, but for ZeRO 0 in bf16, where DeepSpeed knows bf16 accumulation only.
+    """
+    # the default buckets of 2 GB would be allocated even for a drafter of a few megabytes
+    bucket = min(MAX_BUCKET_ELEMENTS, sum(p.numel() for p in drafter.parameters()))
+    settings: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": train.micro_batch_samples,
+        "gradient_accumulation_steps": num_micro_batches,
+        "gradient_clipping": train.max_grad_norm,
+        "zero_allow_untested_optimizer": True,
+        "steps_per_print": None,
+        "zero_optimization": {
+            "stage": train.zero_stage,
+            "reduce_bucket_size": bucket,
+            "allgather_bucket_size": bucket,
+        },
+    }
+    if train.dtype == "bfloat16":
+        settings["bf16"] = {"enabled": True}
+        if train.zero_stage > 0:
+            settings["data_types"] = {"grad_accum_dtype": "fp32"}
+    return settings
+
+
+def join_process_group(ranks: Ranks) -> None:
+    """DeepSpeed wants a process group even for one process: a store in memory needs no launcher, address or port."""
+    logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
+    if not dist.is_initialized():
+        assert ranks.world_size == 1
+        backend = "cpu:gloo,cuda:nccl" if ranks.device.type == "cuda" else "gloo"
+        store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]  # public in the docs
+        dist.init_process_group(backend, store=store, rank=0, world_size=1)
+    if ranks.device.type == "cpu":
+        # a collective for inference only, that would be compiled at first use (seconds, and g++ must be there)
+        deepspeed.ops.__compatible_ops__[SHARED_MEMORY_OP] = False
+    deepspeed.comm.init_distributed(dist.get_backend(), verbose=False)

@@ -1,0 +1,51 @@
+"""What depends on the step alone: the learning rate, and how far the loss has moved from its warm-up.
+
+`step` counts optimizer steps from 0: the values are those the step itself uses.
+"""
+
+from __future__ import annotations
+
+import math
+
+from configs.schema import TrainSection
+
+
+def learning_rate(step: int, train: TrainSection) -> float:
+    """Linear warm-up, then `cosine`, or `wsd`: stable, and a linear decay over the last steps.
+
+    WSD: MiniCPM, arXiv:2404.06395. The stable part does not depend on `train.steps`, so it can be continued.
+    """
+    warmup = round(train.lr_warmup_fraction * train.steps)
+    if step < warmup:
+        return train.learning_rate * (step + 1) / warmup
+    low = train.min_learning_rate_ratio
+    if train.schedule == "cosine":
+        done = (step - warmup) / max(1, train.steps - warmup)
+        return train.learning_rate * (low + (1 - low) * 0.5 * (1 + math.cos(math.pi * done)))
+    decay = round(train.lr_decay_fraction * train.steps)
+    left = train.steps - step
+    return train.learning_rate * (low + (1 - low) * min(1.0, left / max(1, decay)))
+
+
+def loss_share(step: int, train: TrainSection) -> float:
+    """Share of the recipe's loss at this step; the rest is decayed cross-entropy (DESIGN section 7: warm-up, cross-fade).
+
+    The first step is always warm-up: its mean weight must be known from the data.
+    """
+    if train.loss == "ce" or step == 0:
+        return 0.0
+    start = train.ce_warmup_fraction * train.steps
+    fade = train.crossfade_fraction * train.steps
+    if step < start:
+        return 0.0
+    return min(1.0, (step - start) / fade) if fade > 0 else 1.0
+
+
+def is_settled(step: int, train: TrainSection) -> bool:
+    """Whether the schedule at `step` is at its stable part: a run may be continued from here with other `train.steps`."""
+    return (
+        train.schedule == "wsd"
+        and step >= round(train.lr_warmup_fraction * train.steps)
+        and step <= train.steps - round(train.lr_decay_fraction * train.steps)
+        and (train.loss == "ce" or loss_share(step, train) == 1.0)
+    )
