@@ -44,7 +44,7 @@ def forward_with_taps(
     """
     tapped: dict[int, Tensor] = {}
     last = None if need_last_hidden else max(layer_ids)
-    with _hooks(target, layer_ids, lambda i, hidden: _keep(tapped, i, hidden, last)):
+    with tap_outputs(target, layer_ids, lambda i, hidden: _keep(tapped, i, hidden, last)):
         try:
             output = target.text_model(input_ids=input_ids, use_cache=False)
             last_hidden = output.last_hidden_state.to(target.device) if need_last_hidden else None
@@ -61,9 +61,10 @@ def forward_with_taps(
 
 
 @contextlib.contextmanager
-def _hooks(
+def tap_outputs(
     target: Target, layer_ids: Sequence[int], keep: Callable[[int, Tensor], None]
 ) -> Iterator[None]:
+    """While open, every forward calls `keep(i, hidden (B, S, H))` with the output of each tapped layer i."""
     handles = []
     try:
         for i in layer_ids:
