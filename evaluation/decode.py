@@ -57,6 +57,8 @@ def tree_acceptor(budget: int) -> Acceptor:
 class DecodeSettings:
     max_new_tokens: int
     """Of the whole response, prefill's token included."""
+    eos_token_ids: tuple[int, ...]
+    """The response ends with the first of these."""
     sampling: Sampling
     drafter_temperature: float = 1.0
     seed: int = 0
@@ -89,10 +91,8 @@ class Decoded:
 
 
 @torch.no_grad()
-def decode_plain(
-    verifier: TreeVerifier, prompt: Sequence[int], settings: DecodeSettings
-) -> Decoded:
-    """The target alone, a token a pass: the reference of losslessness and of speed."""
+def decode_plain(verifier: TreeVerifier, prompt: Tensor, settings: DecodeSettings) -> Decoded:
+    """The target alone, a token a pass: the reference of losslessness and of speed. prompt: (S,) int64, on its device."""
     return _decode(verifier, None, prompt, PLAIN, settings)
 
 
@@ -101,7 +101,7 @@ def decode_with_tree(
     verifier: TreeVerifier,
     drafter: Drafter,
     head: TargetHead,
-    prompt: Sequence[int],
+    prompt: Tensor,
     acceptor: Acceptor,
     settings: DecodeSettings,
 ) -> Decoded:
@@ -117,21 +117,20 @@ def decode_with_tree(
 def _decode(
     verifier: TreeVerifier,
     proposer: _Proposer | None,
-    prompt: Sequence[int],
+    prompt: Tensor,
     acceptor: Acceptor,
     settings: DecodeSettings,
 ) -> Decoded:
-    target = verifier.target
-    generator = torch.Generator(target.device).manual_seed(settings.seed)
-    clock = _StageClock(target.device)
+    generator = torch.Generator(prompt.device).manual_seed(settings.seed)
+    clock = _StageClock(prompt.device)
     with clock("prefill"):
-        output = verifier.prefill(torch.tensor(prompt, device=target.device))
+        output = verifier.prefill(prompt)
         if proposer is not None:
             proposer.append(output.features)
         tokens = [int(choose(output.logits[None], settings.sampling, generator)[0])]
     records: list[PassRecord] = []
     start = time.perf_counter()
-    while len(tokens) < settings.max_new_tokens and tokens[-1] not in target.eos_token_ids:
+    while len(tokens) < settings.max_new_tokens and tokens[-1] not in settings.eos_token_ids:
         tree = _propose(proposer, acceptor, tokens[-1], clock)
         with clock("verify"):
             output = verifier.verify(tree)
@@ -144,7 +143,7 @@ def _decode(
             with clock("draft"):
                 proposer.append(output.features[accepted.nodes])
         found = [int(tree.tokens[node]) for node in accepted.nodes[1:]] + [accepted.bonus]
-        emitted = cut(found, settings.max_new_tokens - len(tokens), target.eos_token_ids)
+        emitted = cut(found, settings.max_new_tokens - len(tokens), settings.eos_token_ids)
         records.append(PassRecord(len(tokens) - 1, tree, accepted, len(emitted)))
         tokens += emitted
     seconds = clock.totals(time.perf_counter() - start)

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from data.features import FeatureRow
 from ddtree.build import build_trees
-from ddtree.replay import accepted, chain_accepted, rank_prefixes, replay_walk
+from ddtree.replay import accepted, chain_accepted, ranks_in, replay_walk
 from drafter.model import Drafter
 from evaluation.acceptance import Acceptance, PromptPasses, measure_acceptance
 from evaluation.decode import CHAIN, Acceptor, tree_acceptor
@@ -124,9 +124,9 @@ def replay_row(
                 temperature=options.drafter_temperature,
                 head_chunk_rows=options.head_chunk_rows,
             )
-            ranks = gold_ranks(scores, max(options.budgets))
-            found = accepted_tokens(scores, ranks, options)
             trees = build_trees(scores.top_log_probs, max(options.budgets))
+            ranks = ranks_in(trees, scores.gold_child_ranks, scores.num_gold)
+            found = accepted_tokens(scores, ranks, options)
             sums.add_anchors(scores, ranks, list(found.values()), trees)
             for key, counts in found.items():
                 per_anchor[key] += counts.tolist()
@@ -138,19 +138,11 @@ def replay_row(
     return RowReplay(row.sample_id, row.task, passes, sums)
 
 
-def gold_ranks(scores: SlotScores, max_budget: int) -> Tensor:
-    """(N, L) int64: place of the recorded prefix of each depth in the tree's total order, from 1; max_budget+1 beyond."""
-    return rank_prefixes(
-        scores.top_log_probs,
-        scores.gold_log_probs,
-        scores.gold_child_ranks,
-        scores.num_gold,
-        max_budget,
-    )
-
-
 def accepted_tokens(scores: SlotScores, ranks: Tensor, options: ReplayOptions) -> dict[str, Tensor]:
-    """Accepted draft tokens (N,) int64 by acceptor key, in the order of `options.acceptors`."""
+    """Accepted draft tokens (N,) int64 by acceptor key, in the order of `options.acceptors`.
+
+    ranks: (N, L) int64, places of the recorded prefixes in the tree's total order (ddtree/replay.py).
+    """
     found = {CHAIN.key: chain_accepted(scores.gold_child_ranks, scores.num_gold)}
     for budget in options.budgets:
         found[tree_acceptor(budget).key] = accepted(ranks, scores.num_gold, budget)
