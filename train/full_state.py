@@ -6,7 +6,7 @@ optimizer. Everything here is collective: every rank reads and writes every tens
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import deepspeed
@@ -53,18 +53,14 @@ def read_full_state(engine: Engine) -> Iterator[FullParameter]:
         )
 
 
-def write_full_state(
-    engine: Engine,
-    weights: Mapping[str, Tensor],
-    moments: Mapping[str, Mapping[str, Tensor]],
-    adam_step: int,
-) -> None:
-    """Make the engine continue from these tensors: float32 weights by name, moments by name and MOMENTS."""
+def write_full_state(engine: Engine, read: Callable[[str], FullParameter], adam_step: int) -> None:
+    """Make the engine continue from these parameters; `read` is asked for each by name, once."""
     _take_throwaway_step(engine)
     masters = _stage_0_masters(engine)
     for name, parameter in engine.named_parameters():
-        weight = weights[name].to(engine.ranks.device)
-        own = {key: moments[name][key].to(engine.ranks.device) for key in MOMENTS}
+        full = read(name)
+        weight = full.weight.to(engine.ranks.device)
+        own = {key: full.moments[key].to(engine.ranks.device) for key in MOMENTS}
         if name in masters:
             masters[name].data.copy_(weight)
             for key in MOMENTS:

@@ -41,6 +41,12 @@ def loss_share(step: int, train: TrainSection) -> float:
     return min(1.0, (step - start) / fade) if fade > 0 else 1.0
 
 
+def is_decay_start(step: int, train: TrainSection) -> bool:
+    """Whether wsd's decay begins with this step: a checkpoint taken here can be continued with more steps."""
+    decay = round(train.lr_decay_fraction * train.steps)
+    return train.schedule == "wsd" and decay > 0 and step == train.steps - decay
+
+
 def is_settled(step: int, train: TrainSection) -> bool:
     """Whether the schedule at `step` is at its stable part: a run may be continued from here with other `train.steps`."""
     return (

@@ -1,0 +1,189 @@
+"""Checkpoints of our own: whole tensors by name, readable at any world size and ZeRO stage, no pickle.
+
+checkpoints/index.json            only folders listed here count; written after a folder is complete
+checkpoints/step-00000400/        a drafter folder in float32 (config.json, model.safetensors), and what resuming needs:
+                                  optimizer.safetensors (exp_avg.NAME, exp_avg_sq.NAME, float32), state.json
+"""
+
+from __future__ import annotations
+
+import logging
+import shutil
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from common.distributed import Ranks, raise_together
+from common.files import atomic_path, read_json, remove_leftovers, sha256_file, write_json
+from drafter.folder import CONFIG_FILE, WEIGHTS_FILE, write_drafter
+from train.engine import Engine
+from train.full_state import MOMENTS, FullParameter, read_full_state, write_full_state
+
+logger = logging.getLogger(__name__)
+
+OPTIMIZER_FILE, STATE_FILE, INDEX_FILE = "optimizer.safetensors", "state.json", "index.json"
+FILES = (CONFIG_FILE, WEIGHTS_FILE, OPTIMIZER_FILE, STATE_FILE)
+REMEDY = "delete the checkpoints folder to start again"
+
+
+@dataclass
+class TrainState:
+    """Everything about a run that is not a tensor. There is no random state: all draws are functions of the seed."""
+
+    step: int = 0
+    """Optimizer steps taken."""
+    samples: int = 0
+    """Samples consumed."""
+    mean_weight: float | None = None
+    """Mean slot weight of the last step, over all ranks: part of the next step's normaliser."""
+    window: list[float] = field(default_factory=list)
+    """BatchSums since the last logged line, so that the line after a resume is the same."""
+    wandb_run_id: str | None = None
+
+
+@dataclass(frozen=True)
+class IndexEntry:
+    folder: str
+    step: int
+    sha256: dict[str, str]
+    tree_acceptance: float | None
+    """Acceptance length of the tree at train.tree_budget on validation rows; null if not evaluated at this step."""
+    decay_start: bool = False
+    """The last one before wsd's decay: kept, so that a finished run can be continued with more steps."""
+
+
+@dataclass(frozen=True)
+class Checkpoints:
+    """The checkpoints of a run."""
+
+    folder: Path
+    keep: int
+    """Newest ones kept, besides the best and the one where the decay starts."""
+
+    def entries(self) -> list[IndexEntry]:
+        """Oldest first. Raises ValueError if the index is not one."""
+        path = self.folder / INDEX_FILE
+        if not path.exists():
+            return []
+        value = read_json(path, REMEDY)
+        try:
+            return [IndexEntry(**entry) for entry in value["checkpoints"]]
+        except (KeyError, TypeError) as error:
+            raise ValueError(f"{path} does not hold checkpoints ({error}); {REMEDY}") from error
+
+    def whole_entries(self) -> Iterator[IndexEntry]:
+        """Newest first; a damaged one is named and passed over. Sums are checked as an entry is reached."""
+        for entry in reversed(self.entries()):
+            damage = self._damage(entry)
+            if damage is None:
+                yield entry
+            else:
+                logger.warning("checkpoint %s is not used: %s", self.folder / entry.folder, damage)
+
+    def read_state(self, entry: IndexEntry) -> tuple[TrainState, dict[str, Any]]:
+        """The state and the settings of the run that wrote it."""
+        path = self.folder / entry.folder / STATE_FILE
+        value = read_json(path, REMEDY)
+        try:
+            return TrainState(**value["state"]), value["settings"]
+        except (KeyError, TypeError) as error:
+            raise ValueError(f"{path} is no state of this version ({error}); {REMEDY}") from error
+
+    def restore(self, entry: IndexEntry, engine: Engine) -> None:
+        """Weights and moments into the engine, on every rank."""
+        folder = self.folder / entry.folder
+        with (
+            safe_open(folder / WEIGHTS_FILE, "pt") as weights,
+            safe_open(folder / OPTIMIZER_FILE, "pt") as moments,
+        ):
+
+            def read(name: str) -> FullParameter:
+                own = {key: moments.get_tensor(f"{key}.{name}") for key in MOMENTS}
+                return FullParameter(name, weights.get_tensor(name), own)
+
+            write_full_state(engine, read, entry.step)
+
+    def save(
+        self,
+        engine: Engine,
+        state: TrainState,
+        settings: dict[str, Any],
+        tree_acceptance: float | None,
+        decay_start: bool,
+        ranks: Ranks,
+    ) -> None:
+        """Write a checkpoint, list it, delete those no longer kept. Collective; a rank that cannot write stops all."""
+        weights: dict[str, Tensor] = {}
+        moments: dict[str, Tensor] = {}
+        for parameter in read_full_state(engine):
+            if ranks.is_main:
+                # copies: what is read may be the optimizer's own storage
+                weights[parameter.name] = parameter.weight.to("cpu", torch.float32, copy=True)
+                for key, value in parameter.moments.items():
+                    moments[f"{key}.{parameter.name}"] = value.to("cpu", torch.float32, copy=True)
+        with raise_together(ranks):
+            if ranks.is_main:
+                folder = self.folder / f"step-{state.step:08d}"
+                with atomic_path(folder) as aside:
+                    write_drafter(aside, engine.drafter.config, weights, torch.float32)
+                    save_file(moments, aside / OPTIMIZER_FILE)
+                    write_json(
+                        aside / STATE_FILE,
+                        {
+                            "format": "dflash-checkpoint",
+                            "version": 1,
+                            "state": asdict(state),
+                            "settings": settings,
+                        },
+                    )
+                    sums = {file: sha256_file(aside / file) for file in FILES}
+                self._list(IndexEntry(folder.name, state.step, sums, tree_acceptance, decay_start))
+
+    def forget_after(self, step: int) -> None:
+        """Drop checkpoints of later steps and whatever a killed writer left. Main rank only, before training starts."""
+        if self.folder.is_dir():
+            remove_leftovers(self.folder)
+            self._write([entry for entry in self.entries() if entry.step <= step])
+
+    def _list(self, new: IndexEntry) -> None:
+        entries = [entry for entry in self.entries() if entry.step < new.step] + [new]
+        best = best_entry(entries)
+        kept = entries[-self.keep :]
+        self._write([e for e in entries if e in kept or e is best or e.decay_start])
+
+    def _write(self, entries: list[IndexEntry]) -> None:
+        """The index first, then the folders it no longer names: a kill in between leaves rubbish, never a hole."""
+        best = best_entry(entries)
+        write_json(
+            self.folder / INDEX_FILE,
+            {
+                "checkpoints": [asdict(entry) for entry in entries],
+                "last": entries[-1].folder if entries else None,
+                "best": best.folder if best else None,
+            },
+        )
+        listed = {entry.folder for entry in entries}
+        for folder in self.folder.glob("step-*"):
+            if folder.name not in listed:
+                shutil.rmtree(folder)
+
+    def _damage(self, entry: IndexEntry) -> str | None:
+        for file, wanted in entry.sha256.items():
+            path = self.folder / entry.folder / file
+            if not path.is_file():
+                return f"{file} is missing"
+            if sha256_file(path) != wanted:
+                return f"{file} differs from its sha256 in {INDEX_FILE}"
+        return None
+
+
+def best_entry(entries: list[IndexEntry]) -> IndexEntry | None:
+    """By tree acceptance, the earlier of equals; None if none was evaluated."""
+    evaluated = [entry for entry in entries if entry.tree_acceptance is not None]
+    return max(evaluated, key=lambda entry: entry.tree_acceptance or 0.0, default=None)

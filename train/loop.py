@@ -1,0 +1,300 @@
+"""The training run: feature shards in, checkpoints and a curve out. Stopped anywhere, the same command continues it."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from common.distributed import Ranks, barrier, raise_together, sum_over_ranks
+from common.files import write_json
+from common.fingerprint import require_equal
+from common.progress import Progress
+from configs.schema import Config
+from data.features import FeatureSet, RowEntry, open_features
+from drafter.model import Drafter
+from target.head import TargetHead, load_target_head
+from train.batches import Batcher, MicroBatch, accumulation_steps, prefetched
+from train.checkpoint import Checkpoints, TrainState
+from train.engine import DTYPES, Engine
+from train.full_state import plain_drafter
+from train.initialise import initial_drafter
+from train.objective import BatchSums
+from train.resume import find_start, run_settings
+from train.schedule import is_decay_start, learning_rate, loss_share
+from train.step import StepOutcome, Stepper
+from train.stop import StopRequest
+from train.tracking import Tracker
+from train.validation import validate, validation_metrics
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """What a run reads, checked before anything is built."""
+
+    features: FeatureSet
+    entries: list[RowEntry]
+    """Rows trained on, in corpus order."""
+    validation: list[RowEntry]
+    settings: dict[str, Any]
+    checkpoints: Checkpoints
+
+
+def train_drafter(config: Config, ranks: Ranks) -> None:
+    """Train to `train.steps`, from the newest checkpoint if there is one.
+
+    Raises ValueError or FileNotFoundError, on every rank, if features, settings or checkpoints do not fit the recipe.
+    """
+    with raise_together(ranks):
+        inputs = read_inputs(config)
+        start = (
+            find_start(inputs.checkpoints, inputs.settings, config.train) if ranks.is_main else None
+        )
+    first_step = int(sum_over_ranks(torch.tensor(float(start[0].step if start else 0))).item())
+    if first_step == config.train.steps:
+        logger.info("already trained: step %d in %s", first_step, inputs.checkpoints.folder)
+        return
+    with raise_together(ranks):
+        if ranks.is_main:
+            inputs.checkpoints.forget_after(first_step)
+        drafter = initial_drafter(config)
+        head = load_target_head(inputs.features.head_path, ranks.device, DTYPES[config.train.dtype])
+    Run(config, ranks, inputs, drafter, head).train(first_step)
+
+
+def read_inputs(config: Config) -> Inputs:
+    features = open_features(config.run.folder / "features")
+    require_equal(
+        f"features in {features.folder}",
+        {
+            "drafter.target_layer_ids": features.target_layer_ids,
+            "target.hidden_size": features.hidden_size,
+        },
+        {
+            "drafter.target_layer_ids": config.drafter.target_layer_ids,
+            "target.hidden_size": config.target.hidden_size,
+        },
+        "set it to the same value, or extract again into another run.output_dir",
+    )
+    entries = features.of_split("train")
+    if not entries:
+        raise ValueError(
+            f"{features.folder} has no rows of split `train`; lower data.test_fraction or add sources"
+        )
+    return Inputs(
+        features,
+        entries,
+        features.of_split("validation")[: config.train.eval_samples],
+        run_settings(config, features.folder),
+        Checkpoints(config.run.folder / "checkpoints", config.train.keep_checkpoints),
+    )
+
+
+class Run:
+    """What a run holds between steps."""
+
+    def __init__(
+        self, config: Config, ranks: Ranks, inputs: Inputs, drafter: Drafter, head: TargetHead
+    ):
+        self.config, self.ranks, self.inputs, self.head = config, ranks, inputs, head
+        train = config.train
+        num_micro_batches = train.global_batch_samples // train.micro_batch_samples
+        if num_micro_batches % ranks.world_size and ranks.is_main:
+            logger.warning(
+                "%d micro-batches a step for %d ranks: some ranks idle; a multiple would be faster",
+                num_micro_batches,
+                ranks.world_size,
+            )
+        self.engine = Engine(
+            drafter, train, ranks, accumulation_steps(num_micro_batches, ranks.world_size)
+        )
+        self.stop = StopRequest()
+        self.stepper = Stepper(config, self.engine, head, self.stop)
+        # its own feature set: it is read in another thread
+        self.batcher = Batcher(
+            open_features(inputs.features.folder),
+            inputs.entries,
+            train,
+            config.drafter.block_size,
+            config.run.seed,
+            ranks.rank,
+            ranks.world_size,
+        )
+        self.state = TrainState()
+        self.tracker: Tracker | None = None
+        self.clock = Clock()
+
+    def train(self, first_step: int) -> None:
+        if first_step > 0:
+            self.restore(first_step)
+        if self.ranks.is_main:
+            self.tracker = Tracker(self.config, self.state.wandb_run_id, first_step)
+            self.state.wandb_run_id = self.tracker.wandb_run_id
+        steps = self.config.train.steps
+        progress = Progress("train", steps, "steps", done=first_step)
+        with self.stop:
+            for batches in self.batches():
+                outcome = self.stepper.accumulate(batches, self.state.step, self.state.mean_weight)
+                self.require_finite(outcome)
+                grad_norm = self.engine.step(learning_rate(self.state.step, self.config.train))
+                self.count(outcome)
+                if self.is_due(self.config.train.log_every):
+                    self.log(grad_norm)
+                with self.clock.paused():
+                    accepted = (
+                        self.evaluate() if self.is_due(self.config.train.eval_every) else None
+                    )
+                    if (
+                        self.is_due(self.config.train.checkpoint_every)
+                        or outcome.is_stopping
+                        or is_decay_start(self.state.step, self.config.train)
+                    ):
+                        self.save(accepted)
+                progress.advance(1, f"loss {outcome.sums.weighted_ce / outcome.sums.weight:.3f}")
+                if outcome.is_stopping:
+                    logger.info("stopped after step %d; it is saved", self.state.step)
+                    outcome.leave()
+        progress.finish()
+        if self.tracker:
+            self.tracker.finish()
+        barrier()
+
+    def restore(self, step: int) -> None:
+        checkpoints = self.inputs.checkpoints
+        [entry] = [entry for entry in checkpoints.entries() if entry.step == step]
+        self.state, _ = checkpoints.read_state(entry)
+        checkpoints.restore(entry, self.engine)
+        logger.info("continuing after step %d of %d", step, self.config.train.steps)
+
+    def batches(self) -> Iterator[list[MicroBatch]]:
+        """This rank's micro-batches of every step that is left; a row that cannot be read stops every rank."""
+        count = self.config.train.global_batch_samples
+        left = self.config.train.steps - self.state.step
+        positions = range(self.state.samples, self.state.samples + left * count, count)
+        loaded = prefetched(self.batcher.load, iter(positions), self.config.run.cpu_threads)
+        for _ in positions:
+            with raise_together(self.ranks):
+                batches = next(loaded)
+            yield batches
+
+    def require_finite(self, outcome: StepOutcome) -> None:
+        """Raises ValueError on every rank, before the optimizer has moved."""
+        if outcome.is_finite:
+            return
+        step = self.state.step + 1
+        path = self.config.run.folder / "logs" / f"not-finite-step-{step}.json"
+        samples = [sample.entry.sample_id for sample in self.batcher.samples(self.state.samples)]
+        if self.ranks.is_main:
+            write_json(path, {"step": step, "sample_ids": samples})
+        raise ValueError(
+            f"loss or gradient of step {step} is not finite; the optimizer has not moved and the last checkpoint is good. "
+            f"The batch's sample ids are in {path}; lower train.learning_rate or look at these samples"
+        )
+
+    def count(self, outcome: StepOutcome) -> None:
+        state, sums = self.state, outcome.sums
+        state.mean_weight = sums.weight / sums.slots
+        state.window = [
+            a + b
+            for a, b in zip(
+                state.window or [0.0] * len(vars(sums)), vars(sums).values(), strict=True
+            )
+        ]
+        state.step += 1
+        state.samples += self.config.train.global_batch_samples
+        self.clock.steps += 1
+        self.clock.tokens += sums.tokens
+        self.clock.blocks += sums.blocks
+
+    def is_due(self, every: int) -> bool:
+        return self.state.step % every == 0 or self.state.step == self.config.train.steps
+
+    def log(self, grad_norm: float) -> None:
+        """A line about the steps since the last one."""
+        sums, step = BatchSums(*self.state.window), self.state.step
+        self.state.window = []
+        metrics = {
+            "train/loss": sums.weighted_ce / sums.weight,
+            "train/mean_weight": sums.weight / sums.slots,
+            "train/loss_share": loss_share(step - 1, self.config.train),
+            "train/learning_rate": learning_rate(step - 1, self.config.train),
+            "train/grad_norm": grad_norm,
+            "train/chain_hits": sums.chain / sums.blocks,
+            "train/epoch": self.state.samples / len(self.inputs.entries),
+            **self.clock.lap(),
+        }
+        if sums.tree_blocks:
+            metrics["train/tree_hits"] = sums.tree / sums.tree_blocks
+        if self.tracker:
+            self.tracker.log(step, metrics)
+
+    def evaluate(self) -> float | None:
+        """Acceptance length of the tree at `train.tree_budget` on the validation rows; None without any."""
+        start = time.monotonic()
+        sums = validate(
+            plain_drafter(self.engine),
+            self.head,
+            self.inputs.features,
+            self.inputs.validation,
+            self.config,
+            self.ranks,
+        )
+        metrics = validation_metrics(sums)
+        if not metrics:
+            logger.warning(
+                "no validation rows with a response of two tokens: best checkpoint unknown"
+            )
+            return None
+        metrics["validation/time_s"] = time.monotonic() - start
+        if self.tracker:
+            self.tracker.log(self.state.step, metrics)
+        accepted = metrics[f"validation/tree_acceptance_{self.config.train.tree_budget}"]
+        logger.info(
+            "step %d: validation acceptance length %.3f chain, %.3f tree of %d",
+            self.state.step,
+            metrics["validation/chain_acceptance"],
+            accepted,
+            self.config.train.tree_budget,
+        )
+        return accepted
+
+    def save(self, accepted: float | None) -> None:
+        self.inputs.checkpoints.save(
+            self.engine,
+            self.state,
+            self.inputs.settings,
+            accepted,
+            is_decay_start(self.state.step, self.config.train),
+            self.ranks,
+        )
+
+
+class Clock:
+    """Seconds, steps, tokens and blocks since the last line, without evaluations and checkpoints."""
+
+    def __init__(self) -> None:
+        self.steps, self.tokens, self.blocks = 0, 0.0, 0.0
+        self.start = time.monotonic()
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        begin = time.monotonic()
+        yield
+        self.start += time.monotonic() - begin
+
+    def lap(self) -> dict[str, float]:
+        elapsed = max(time.monotonic() - self.start, 1e-9)
+        metrics = {
+            "train/tokens_per_s": self.tokens / elapsed,
+            "train/anchors_per_s": self.blocks / elapsed,
+            "train/step_s": elapsed / max(1, self.steps),
+        }
+        self.__init__()
+        return metrics

@@ -1,0 +1,73 @@
+"""Where a run starts: at the newest whole checkpoint made with the same settings, or at the beginning."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from common.files import read_json
+from common.fingerprint import fingerprint, require_equal
+from configs.schema import Config, TrainSection
+from train.checkpoint import Checkpoints, IndexEntry, TrainState
+from train.schedule import is_settled
+
+FREE = frozenset(
+    {
+        "steps",  # compared apart: a wsd run may be continued
+        "micro_batch_samples",
+        "head_chunk_rows",
+        "activation_checkpointing",
+        "zero_stage",
+        "checkpoint_every",
+        "keep_checkpoints",
+        "eval_every",
+        "eval_samples",
+        "log_every",
+        "wandb_project",
+    }
+)
+"""Settings of `train` that leave the mathematics of a step alone: they may change between two halves of a run."""
+REMEDY = (
+    "set it back, or give run.output_dir another folder (or delete its checkpoints) for a new run"
+)
+
+
+def run_settings(config: Config, features_folder: Path) -> dict[str, Any]:
+    """What a checkpoint must agree on with the run that continues it, flat, JSON values."""
+    train = config.train.model_dump(mode="json")
+    manifest = read_json(features_folder / "manifest.json", "run the extract stage first")
+    return {
+        **{
+            f"drafter.{key}": value for key, value in config.drafter.model_dump(mode="json").items()
+        },
+        **{f"train.{key}": value for key, value in train.items() if key not in FREE},
+        "run.seed": config.run.seed,
+        "features": fingerprint(manifest),
+        "train.steps": config.train.steps,
+    }
+
+
+def find_start(
+    checkpoints: Checkpoints, settings: dict[str, Any], train: TrainSection
+) -> tuple[IndexEntry, TrainState] | None:
+    """The checkpoint to continue from; None for a new run.
+
+    `train.steps` may change for a wsd run, from a checkpoint at which both schedules are at their stable part. Raises
+    ValueError naming the first other setting that differs, with both values.
+    """
+    for entry in checkpoints.whole_entries():
+        state, found = checkpoints.read_state(entry)
+        fixed = {key: value for key, value in settings.items() if key != "train.steps"}
+        require_equal(f"checkpoint {checkpoints.folder / entry.folder}", found, fixed, REMEDY)
+        old = train.model_copy(update={"steps": found["train.steps"]})
+        if old.steps == train.steps or (
+            is_settled(entry.step, old) and is_settled(entry.step, train)
+        ):
+            return entry, state
+    if checkpoints.entries():
+        _, found = checkpoints.read_state(checkpoints.entries()[-1])
+        raise ValueError(
+            f"{checkpoints.folder} was made with train.steps={found['train.steps']}, this run has {train.steps}, and no "
+            f"checkpoint lies in the stable part of both schedules (wsd, after warm-up, before decay); {REMEDY}"
+        )
+    return None

@@ -1,0 +1,111 @@
+"""One optimizer step up to the update: the normaliser, forwards, backwards, and what all ranks agree on.
+
+The gradient is that of   sum_{blocks, slots of the global batch} w CE / (slots * mean weight of the last step),   so how
+the batch is split over ranks and micro-batches changes nothing but rounding. The slots are counted from the data before
+the first backward; the mean weight of the step itself would be known only after the last forward.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from common.distributed import sum_over_ranks
+from configs.schema import Config
+from drafter.model import block_embeddings
+from target.head import TargetHead
+from train.batches import MicroBatch
+from train.engine import Engine
+from train.losses import Weighting, ce_weights
+from train.objective import BatchSums, micro_batch_loss
+from train.schedule import loss_share
+from train.stop import StopRequest, leave
+
+
+@dataclass(frozen=True)
+class StepOutcome:
+    """The same on every rank."""
+
+    sums: BatchSums
+    is_finite: bool
+    """The loss, and every gradient of every micro-batch."""
+    stop_signals: Tensor
+    """(2,), see StopRequest."""
+
+    @property
+    def is_stopping(self) -> bool:
+        return bool(self.stop_signals.any())
+
+    def leave(self) -> None:
+        leave(self.stop_signals)
+
+
+class Stepper:
+    """Accumulates the gradient of a global batch in the engine; the engine's `step` is the caller's."""
+
+    def __init__(self, config: Config, engine: Engine, head: TargetHead, stop: StopRequest):
+        self.config, self.engine, self.head, self.stop = config, engine, head, stop
+        self.weighting = Weighting.from_recipe(config.train, config.drafter.block_size)
+
+    def accumulate(
+        self, batches: Sequence[MicroBatch], step: int, mean_weight: float | None
+    ) -> StepOutcome:
+        """Forward and backward of this rank's micro-batches.
+
+        mean_weight: of the last step; None in the first, which is decayed cross-entropy and known from the data.
+        """
+        device = self.engine.ranks.device
+        normaliser = self.normaliser(batches, mean_weight)
+        sums = torch.zeros(len(vars(BatchSums())), dtype=torch.float64, device=device)
+        for index, batch in enumerate(batches):
+            loss, own = self._loss(
+                batch.to(device, self.engine.dtype), loss_share(step, self.config.train), normaliser
+            )
+            self.engine.backward(loss, last=index == len(batches) - 1)
+            sums += own
+        flags = torch.cat(
+            [self.engine.take_not_finite()[None].double(), self.stop.received().to(device)]
+        )
+        total = sum_over_ranks(torch.cat([sums, flags])).cpu()
+        batch_sums = BatchSums.of(total[: len(sums)])
+        return StepOutcome(
+            batch_sums,
+            is_finite=math.isfinite(batch_sums.weighted_ce) and total[len(sums)].item() == 0,
+            stop_signals=total[len(sums) + 1 :],
+        )
+
+    def normaliser(self, batches: Sequence[MicroBatch], mean_weight: float | None) -> float:
+        """Supervised slots of the global batch times the mean weight. Raises ValueError if there is no slot."""
+        counted = [
+            [float(batch.num_slots), float(self._decayed(batch.label_mask))] for batch in batches
+        ]
+        slots, decayed = sum_over_ranks(torch.tensor(counted, dtype=torch.float64).sum(0)).tolist()
+        if slots == 0:
+            raise ValueError(
+                f"a batch of train.global_batch_samples={self.config.train.global_batch_samples} has no response token "
+                f"within train.max_tokens={self.config.train.max_tokens}; raise one of them"
+            )
+        return slots * (decayed / slots if mean_weight is None else mean_weight)
+
+    def _decayed(self, label_mask: Tensor) -> Tensor:
+        return ce_weights(label_mask.flatten(0, 1), self.weighting.gamma).double().sum()
+
+    def _loss(self, batch: MicroBatch, share: float, normaliser: float) -> tuple[Tensor, Tensor]:
+        drafter = self.config.drafter
+        embeddings = block_embeddings(
+            self.head.embedding, batch.anchor_tokens, drafter.mask_token_id, drafter.block_size
+        )
+        hidden = self.engine.forward(batch.features, embeddings, batch.layout)
+        return micro_batch_loss(
+            hidden,
+            self.head.head,
+            batch,
+            self.weighting,
+            share,
+            normaliser,
+            self.config.train.head_chunk_rows,
+        )

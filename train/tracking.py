@@ -1,0 +1,110 @@
+"""Where metrics go: one JSON line a logged step, and W&B (offline without a key, absent when the recipe says null)."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+from configs.schema import Config
+
+logger = logging.getLogger(__name__)
+
+METRICS = {
+    "train/loss": "nats a slot, cross-entropy averaged with the slot weights, since the last line",
+    "train/mean_weight": "mean slot weight",
+    "train/loss_share": "share of the recipe's loss; the rest is decayed cross-entropy",
+    "train/learning_rate": "of the last step",
+    "train/grad_norm": "before clipping, of the last step",
+    "train/chain_hits": "leading slots a block whose label is the first choice; at random anchors, no acceptance length",
+    "train/tree_hits": "label prefixes a block inside the tree of train.tree_budget; at random anchors, no acceptance length",
+    "train/epoch": "passes over the training rows",
+    "train/tokens_per_s": "document tokens a second, all ranks",
+    "train/anchors_per_s": "blocks a second, all ranks",
+    "train/step_s": "seconds a step",
+    "validation/chain_acceptance": "acceptance length of the chain, macro mean over prompts",
+    "validation/tree_acceptance_*": "acceptance length of the tree at budget *, macro mean over prompts",
+    "validation/time_s": "seconds of this evaluation",
+}
+"""Name -> unit and meaning."""
+TIMES = frozenset(
+    {"train/tokens_per_s", "train/anchors_per_s", "train/step_s", "validation/time_s"}
+)
+"""The only values that differ between two runs of one recipe on one machine."""
+
+
+class WandbRun(Protocol):
+    """What is used of wandb.Run."""
+
+    @property
+    def id(self) -> str: ...
+
+    def log(self, data: dict[str, Any], step: int | None = None) -> None: ...
+    def finish(self) -> None: ...
+
+
+class Tracker:
+    """The curve of a run; main rank only."""
+
+    def __init__(self, config: Config, wandb_run_id: str | None, after_step: int):
+        """Lines of steps after `after_step` are dropped: a resumed run writes them again."""
+        self.path = config.run.folder / "logs" / "train.jsonl"
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        drop_lines_after(self.path, after_step)
+        self._wandb = start_wandb(config, wandb_run_id)
+
+    @property
+    def wandb_run_id(self) -> str | None:
+        return self._wandb.id if self._wandb else None
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Append a line `{"step": ..., name: value, ...}`, on disk when this returns."""
+        unknown = [name for name in metrics if not is_metric(name)]
+        assert not unknown, f"metrics without a unit: {unknown}"
+        with self.path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps({"step": step, **metrics}) + "\n")
+        if self._wandb:
+            self._wandb.log(dict(metrics), step=step)
+
+    def finish(self) -> None:
+        if self._wandb:
+            self._wandb.finish()
+
+
+def is_metric(name: str) -> bool:
+    return name in METRICS or f"{name.rpartition('_')[0]}_*" in METRICS
+
+
+def drop_lines_after(path: Path, step: int) -> None:
+    """Keep the lines of steps up to `step`; a last line cut short by a kill is dropped too."""
+    if not path.exists():
+        return
+    whole = path.read_text(encoding="utf-8").splitlines(keepends=True)
+    kept = [line for line in whole if line.endswith("\n") and json.loads(line)["step"] <= step]
+    aside = path.with_suffix(".tmp")
+    aside.write_text("".join(kept), encoding="utf-8")
+    aside.replace(path)
+
+
+def start_wandb(config: Config, run_id: str | None) -> WandbRun | None:
+    """A W&B run, continued if `run_id` is given; offline, without any network, when there is no WANDB_API_KEY."""
+    if config.train.wandb_project is None or os.environ.get("WANDB_MODE") == "disabled":
+        return None
+    import wandb  # slow to import, and not wanted by every run
+
+    online = bool(os.environ.get("WANDB_API_KEY")) and os.environ.get("WANDB_MODE") != "offline"
+    mode = "online" if online else "offline"
+    logger.info("W&B %s, project %s", mode, config.train.wandb_project)
+    return wandb.init(
+        project=config.train.wandb_project,
+        name=config.run.name,
+        id=run_id,
+        resume="allow" if online else None,
+        mode=mode,
+        dir=config.run.folder / "logs",
+        config=config.model_dump(mode="json"),
+        settings=wandb.Settings(silent=True, console="off"),
+    )
