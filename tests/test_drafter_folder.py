@@ -1,0 +1,291 @@
+"""The drafter folder: what is written comes back bit for bit, and nothing unexpected in a folder loads."""
+
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from drafter_cases import ALL_FULL, TINY, tiny_drafter
+from safetensors.torch import load_file, save_file
+
+from common.files import sha256_file, write_json
+from configs.schema import Config
+from drafter.config import FULL, DrafterConfig, drafter_config
+from drafter.folder import load_drafter, read_drafter_config, resolve_checkpoint, write_drafter
+
+
+def write(path: Path, config: DrafterConfig = TINY, dtype: torch.dtype = torch.float32) -> Path:
+    write_drafter(path, config, tiny_drafter(config).state_dict(), dtype)
+    return path
+
+
+@pytest.mark.parametrize("config", [TINY, ALL_FULL], ids=["sliding", "full"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_round_trip_is_equal_byte_for_byte(tmp_path, config, dtype):
+    first = write(tmp_path / "first", config, dtype)
+    drafter = load_drafter(first, "cpu", dtype)
+    assert drafter.config == config
+    for name, tensor in tiny_drafter(config).state_dict().items():
+        assert torch.equal(drafter.state_dict()[name], tensor.to(dtype)), name
+    write_drafter(tmp_path / "second", drafter.config, drafter.state_dict(), dtype)
+    for file in ("config.json", "model.safetensors"):
+        assert (first / file).read_bytes() == (tmp_path / "second" / file).read_bytes()
+    assert sorted(p.name for p in first.iterdir()) == ["config.json", "model.safetensors"]
+
+
+def test_a_loaded_drafter_trains_and_computes_the_same(tmp_path):
+    drafter = load_drafter(write(tmp_path / "d"), "cpu", torch.float32)
+    assert all(p.requires_grad for p in drafter.parameters())
+    features = torch.randn(1, 3, 3, 32)
+    assert torch.equal(
+        drafter.project_features(features), tiny_drafter().project_features(features)
+    )
+
+
+def test_every_key_that_a_server_reads_is_written(tmp_path):
+    values = json.loads((write(tmp_path / "d") / "config.json").read_text())
+    assert values["architectures"] == ["DFlashDraftModel"]
+    assert values["block_size"] == values["dflash_config"]["block_size"] == 4
+    assert values["dflash_config"]["target_layer_ids"] == [1, 2, 4]
+    assert values["dflash_config"]["mask_token_id"] == 3
+    assert values["rope_theta"] == values["rope_parameters"]["rope_theta"] == 1e4
+    assert values["layer_types"] == ["sliding_attention", FULL, "sliding_attention"]
+    assert (values["sliding_window"], values["use_sliding_window"]) == (3, True)
+    assert values["num_target_layers"] == 6
+    assert values["tie_word_embeddings"] is False
+    assert "is_causal" not in values
+
+
+RELEASED: dict[str, Any] = {
+    "architectures": ["DFlashDraftModel"],
+    "auto_map": {"AutoModel": "dflash.DFlashDraftModel"},
+    "attention_bias": False,
+    "block_size": 16,
+    "dflash_config": {"mask_token_id": 151669, "target_layer_ids": [1, 9, 17, 25, 33]},
+    "dtype": "bfloat16",
+    "head_dim": 128,
+    "hidden_act": "silu",
+    "hidden_size": 2560,
+    "intermediate_size": 9728,
+    "max_position_embeddings": 40960,
+    "max_window_layers": 5,
+    "model_type": "qwen3",
+    "num_attention_heads": 32,
+    "num_hidden_layers": 5,
+    "num_key_value_heads": 8,
+    "num_target_layers": 36,
+    "rms_norm_eps": 1e-06,
+    "rope_scaling": None,
+    "rope_theta": 1000000,
+    "sliding_window": None,
+    "tie_word_embeddings": True,
+    "use_sliding_window": False,
+    "vocab_size": 151936,
+}
+"""What the released Qwen3-4B-DFlash-b16 states; block_size and rope_theta only at the top, no layer_types."""
+
+
+@pytest.mark.parametrize("form", ["as released", "rope in parameters", "block in dflash_config"])
+def test_the_config_of_a_released_drafter_is_understood(tmp_path, form):
+    values = json.loads(json.dumps(RELEASED))
+    if form == "rope in parameters":
+        values["rope_parameters"] = {"rope_type": "default", "rope_theta": values.pop("rope_theta")}
+    if form == "block in dflash_config":
+        values["dflash_config"]["block_size"] = values.pop("block_size")
+    write_json(tmp_path / "config.json", values)
+    config = read_drafter_config(tmp_path)
+    assert (config.block_size, config.rope_theta, config.mask_token_id) == (16, 1e6, 151669)
+    assert config.target_layer_ids == (1, 9, 17, 25, 33)
+    assert config.layer_types == (FULL,) * 5
+    assert config.sliding_window is None
+
+
+def changed(**changes: Any) -> Callable[[Path], None]:
+    """A corruption: keys of config.json set, or removed where the value is Ellipsis; `dflash__x` is dflash_config.x."""
+
+    def corrupt(folder: Path) -> None:
+        values = json.loads((folder / "config.json").read_text())
+        for key, value in changes.items():
+            place = values["dflash_config"] if key.startswith("dflash__") else values
+            name = key.removeprefix("dflash__")
+            if value is ...:
+                del place[name]
+            else:
+                place[name] = value
+        write_json(folder / "config.json", values)
+
+    return corrupt
+
+
+def tensors(change: Callable[[dict[str, torch.Tensor]], object]) -> Callable[[Path], None]:
+    def corrupt(folder: Path) -> None:
+        state = load_file(folder / "model.safetensors")
+        change(state)
+        save_file(state, folder / "model.safetensors")
+
+    return corrupt
+
+
+def cut_short(folder: Path) -> None:
+    file = folder / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-100])
+
+
+def cut_in_header(folder: Path) -> None:
+    file = folder / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:50])
+
+
+def pickled(folder: Path) -> None:
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+
+
+def sharded(folder: Path) -> None:
+    (folder / "model.safetensors").rename(folder / "model-00001-of-00002.safetensors")
+    (folder / "model.safetensors.index.json").write_text("{}")
+
+
+def poison(value: float) -> Callable[[dict[str, torch.Tensor]], None]:
+    def change(state: dict[str, torch.Tensor]) -> None:
+        state["layers.1.mlp.up_proj.weight"][2, 3] = value
+
+    return change
+
+
+FC, NORM = "fc.weight", "norm.weight"
+CORRUPTIONS: dict[str, tuple[Callable[[Path], object], str]] = {
+    "no folder": (shutil.rmtree, r"drafter folder .* does not exist"),
+    "no config": (lambda f: (f / "config.json").unlink(), r"config.json is missing; give a"),
+    "config not json": (lambda f: (f / "config.json").write_text("{"), r"is not valid JSON"),
+    "config a list": (lambda f: (f / "config.json").write_text("[]"), r"dflash_config is missing"),
+    "no weights": (lambda f: (f / "model.safetensors").unlink(), r"model.safetensors is missing"),
+    "truncated": (cut_short, r"damaged or cut short"),
+    "truncated header": (cut_in_header, r"damaged or cut short"),
+    "pickle": (pickled, r"pytorch_model.bin is a pickle and is not opened"),
+    "sharded": (sharded, r"sharded weights; merge them"),
+    "unknown tensor": (
+        tensors(lambda s: s.update({"lm_head.weight": torch.ones(50, 32)})),
+        r"has lm_head.weight, a tensor of another model",
+    ),
+    "DFlash2 tensor": (
+        tensors(lambda s: s.update({"layers.0.mlp_conv.base_kernel": torch.ones(2)})),
+        r"has layers.0.mlp_conv.base_kernel, a tensor of DFlash2",
+    ),
+    "missing tensor": (tensors(lambda s: s.pop(NORM)), r"lacks norm.weight \(1 missing\)"),
+    "wrong shape": (
+        tensors(lambda s: s.update({FC: torch.ones(32, 64)})),
+        r"fc.weight has shape \[32, 64\], config.json makes it \[32, 96\]",
+    ),
+    "NaN": (tensors(poison(torch.nan)), r"layers.1.mlp.up_proj.weight has NaN or infinite"),
+    "infinite": (tensors(poison(torch.inf)), r"layers.1.mlp.up_proj.weight has NaN or infinite"),
+    "float64": (
+        tensors(lambda s: s.update({n: t.double() for n, t in s.items()})),
+        r"holds float64, config.json says dtype='float32'",
+    ),
+    "mixed dtypes": (
+        tensors(lambda s: s.update({NORM: s[NORM].bfloat16()})),
+        r"norm.weight is torch.bfloat16, fc.weight is torch.float32",
+    ),
+    "dtype disagrees": (
+        changed(dtype="bfloat16"),
+        r"holds float32, config.json says dtype='bfloat16'",
+    ),
+    "DFlash2 key": (
+        changed(dflash__conv_kernel_size=2),
+        r"dflash_config.conv_kernel_size=2 belongs to",
+    ),
+    "selector": (changed(dflash__selector_rank=8), r"dflash_config.selector_rank=8 belongs to"),
+    "DFlash2 class": (changed(architectures=["DFlash2DraftModel"]), r"architectures=\['DFlash2"),
+    "no dflash_config": (changed(dflash_config=...), r"dflash_config is missing"),
+    "no mask token": (changed(dflash__mask_token_id=...), r"mask_token_id is missing"),
+    "mask token outside": (changed(dflash__mask_token_id=50), r"mask_token_id=50 is outside"),
+    "two block sizes": (
+        changed(block_size=8),
+        r"block_size is 4 in dflash_config and 8 at the top",
+    ),
+    "no block size": (changed(block_size=..., dflash__block_size=...), r"block_size is missing"),
+    "no taps": (changed(dflash__target_layer_ids=...), r"target_layer_ids is missing"),
+    "taps too deep": (changed(dflash__target_layer_ids=[1, 2, 6]), r"the target has layers 0\.\.5"),
+    "other taps": (changed(dflash__target_layer_ids=[1, 2]), r"fc.weight has shape"),
+    "causal": (changed(is_causal=True), r"is_causal=True breaks the mask rule"),
+    "not causal": (changed(dflash__causal=False), r"causal=False breaks the mask rule"),
+    "two RoPE bases": (changed(rope_theta=5e5), r"rope_theta has two values, 10000.0 and 500000.0"),
+    "no RoPE base": (changed(rope_theta=..., rope_parameters=...), r"rope_theta is missing"),
+    "yarn": (
+        changed(rope_scaling={"rope_type": "yarn", "factor": 4.0}),
+        r"rope_scaling=.*yarn.* only plain RoPE",
+    ),
+    "biases": (changed(attention_bias=True), r"attention_bias=True is not supported"),
+    "soft-capping": (changed(final_logit_softcapping=30.0), r"final_logit_softcapping=30.0 is not"),
+    "layer types": (changed(layer_types=[FULL] * 2), r"layer_types has 2 entries for 3 layers"),
+    "layer type": (changed(layer_types=[FULL, FULL, "linear"]), r"layer_types has 'linear'"),
+    "window off": (changed(use_sliding_window=False), r"use_sliding_window=false contradicts"),
+    "no window": (changed(sliding_window=None), r"sliding_window=None must be a whole number"),
+    "not a number": (changed(hidden_size="32"), r"hidden_size='32' must be a whole number"),
+    "heads": (changed(num_key_value_heads=3), r"num_attention_heads=4 is not a multiple"),
+}
+
+
+@pytest.mark.parametrize("name", CORRUPTIONS)
+def test_a_corrupted_folder_is_refused_in_one_clear_line(tmp_path, name):
+    folder = write(tmp_path / "drafter")
+    corrupt, message = CORRUPTIONS[name]
+    corrupt(folder)
+    with pytest.raises((ValueError, FileNotFoundError), match=message) as caught:
+        load_drafter(folder, "cpu", torch.float32)
+    assert "\n" not in str(caught.value)
+    assert str(tmp_path) in str(caught.value)
+
+
+def test_causal_is_accepted_where_it_is_what_the_rule_gives_anyway(tmp_path):
+    folder = write(tmp_path / "full", ALL_FULL)
+    changed(is_causal=False)(folder)
+    assert read_drafter_config(folder) == ALL_FULL
+
+
+def checkpoints(folder: Path) -> dict[str, Any]:
+    entries = []
+    for step in (400, 800):
+        path = write(folder / f"step-{step:08d}")
+        sums = {p.name: sha256_file(p) for p in sorted(path.iterdir())}
+        entries.append({"folder": path.name, "step": step, "sha256": sums, "tree_acceptance": 1.0})
+    index = {"checkpoints": entries, "last": "step-00000800", "best": "step-00000400"}
+    write_json(folder / "index.json", index)
+    return index
+
+
+def test_checkpoints_are_found_by_the_index_only(tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"index.json is missing; train first"):
+        resolve_checkpoint(tmp_path, "last")
+    index = checkpoints(tmp_path)
+    (tmp_path / "step-00001200").mkdir()  # killed in mid-save: never listed
+    assert resolve_checkpoint(tmp_path, "last") == tmp_path / "step-00000800"
+    assert resolve_checkpoint(tmp_path, "best") == tmp_path / "step-00000400"
+    write_json(tmp_path / "index.json", {**index, "best": None})
+    with pytest.raises(ValueError, match=r"no 'best' checkpoint yet; .*export.checkpoint=last"):
+        resolve_checkpoint(tmp_path, "best")
+
+
+def test_a_damaged_checkpoint_is_named(tmp_path):
+    checkpoints(tmp_path)
+    with (tmp_path / "step-00000800" / "model.safetensors").open("r+b") as file:
+        file.seek(-1, 2)
+        file.write(b"\x01")
+    with pytest.raises(
+        ValueError, match=r"step-00000800/model.safetensors differs from its sha256"
+    ):
+        resolve_checkpoint(tmp_path, "last")
+    shutil.rmtree(tmp_path / "step-00000400")
+    with pytest.raises(FileNotFoundError, match=r"listed in index.json but missing"):
+        resolve_checkpoint(tmp_path, "best")
+
+
+def test_a_recipe_describes_its_drafter(tiny_config: Callable[..., Config]):
+    config = drafter_config(tiny_config())
+    assert (config.hidden_size, config.vocab_size, config.num_target_layers) == (64, 320, 6)
+    assert config.layer_types == (FULL, FULL)
+    assert asdict(config)["target_layer_ids"] == (1, 2, 4)
