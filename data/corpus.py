@@ -101,6 +101,10 @@ class CorpusManifest:
     def num_tokens(self) -> int:
         return sum(shard.num_tokens for shard in self.shards)
 
+    @property
+    def num_response_tokens(self) -> int:
+        return sum(shard.num_response_tokens for shard in self.shards)
+
 
 def manifest_path(folder: Path) -> Path:
     return folder / "manifest.json"
@@ -113,7 +117,10 @@ def write_corpus(
     counts: Mapping[str, Any],
     rows_per_shard: int,
 ) -> CorpusManifest:
-    """Write shards of `rows_per_shard` rows, then the manifest. One writer; a repeat after a kill gives the same bytes."""
+    """Write shards of `rows_per_shard` rows, then the manifest. One writer; a repeat after a kill gives the same bytes.
+
+    `counts` is looked at after the last row, so a generator of rows may fill it on its way.
+    """
     stream = iter(rows)
     shards: list[ShardEntry] = []
     while batch := list(itertools.islice(stream, rows_per_shard)):

@@ -1,0 +1,117 @@
+"""The plan of an unfinished corpus: its settings, the chosen prompts in corpus order, and what was rejected on the way.
+
+    corpus/units/prompts.parquet     a row group a chunk
+    corpus/units/plan.json           written last; with it, a resumed run neither reads nor selects again
+
+Every rank reads it, and so does every run after a kill. It goes when the corpus is complete.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from common.files import atomic_path, read_json, sha256_file, write_json
+from common.fingerprint import fingerprint
+from data.prompts import Prompt, Selection, SourceCounts
+
+_SCHEMA = pa.schema(
+    [
+        ("sample_id", pa.string()),
+        ("source", pa.string()),
+        ("task", pa.string()),
+        ("split", pa.string()),
+        ("where", pa.string()),
+        ("license", pa.string()),
+        ("messages", pa.string()),
+        ("prompt_ids", pa.list_(pa.int32())),
+        ("response_ids", pa.list_(pa.int32())),
+    ]
+)
+
+
+@dataclass(frozen=True)
+class Plan:
+    folder: Path
+    """corpus/units"""
+    settings: dict[str, Any]
+    prompts_sha256: str
+    chunk_size: int
+    """Prompts a chunk; work units are cut inside it."""
+    counts: dict[str, SourceCounts]
+    """Rejected while selecting; `done` is still empty."""
+
+    @property
+    def fingerprint(self) -> str:
+        """Of settings and prompts; finished work units carry it."""
+        return fingerprint([self.settings, self.prompts_sha256])
+
+    @property
+    def num_prompts(self) -> int:
+        return pq.read_metadata(self._prompts_file).num_rows
+
+    @property
+    def num_chunks(self) -> int:
+        return pq.read_metadata(self._prompts_file).num_row_groups
+
+    @property
+    def _prompts_file(self) -> Path:
+        return self.folder / "prompts.parquet"
+
+    def chunk(self, index: int) -> list[Prompt]:
+        with pq.ParquetFile(self._prompts_file) as file:
+            table = file.read_row_group(index)
+        ids = [column.combine_chunks() for column in table.select(["prompt_ids", "response_ids"])]
+        plain = table.drop_columns(["prompt_ids", "response_ids"]).to_pylist()
+        return [
+            Prompt(
+                **{**row, "messages": tuple(json.loads(row["messages"]))},
+                prompt_ids=ids[0][i].values.to_numpy(),
+                response_ids=ids[1][i].values.to_numpy() if ids[1][i].is_valid else None,
+            )
+            for i, row in enumerate(plain)
+        ]
+
+
+def plan_path(folder: Path) -> Path:
+    return folder / "plan.json"
+
+
+def write_plan(
+    folder: Path, settings: dict[str, Any], selection: Selection, chunk_size: int
+) -> Plan:
+    table = pa.Table.from_pylist([_record(prompt) for prompt in selection.prompts], _SCHEMA)
+    with atomic_path(folder / "prompts.parquet") as aside:
+        pq.write_table(table, aside, row_group_size=chunk_size, compression="zstd")
+        prompts_sha256 = sha256_file(aside)
+    plan = Plan(folder, settings, prompts_sha256, chunk_size, selection.counts)
+    write_json(
+        plan_path(folder),
+        {
+            "settings": settings,
+            "prompts_sha256": prompts_sha256,
+            "chunk_size": chunk_size,
+            "counts": {name: dataclasses.asdict(c) for name, c in selection.counts.items()},
+        },
+    )
+    return plan
+
+
+def read_plan(folder: Path) -> Plan:
+    found = read_json(plan_path(folder), f"remove {folder.parent} and run the data stage again")
+    counts = {
+        name: SourceCounts(c["read"], Counter(c["done"]), Counter(c["rejected"]))
+        for name, c in found["counts"].items()
+    }
+    return Plan(folder, found["settings"], found["prompts_sha256"], found["chunk_size"], counts)
+
+
+def _record(prompt: Prompt) -> dict[str, Any]:
+    return vars(prompt) | {"messages": json.dumps(prompt.messages, ensure_ascii=False)}
