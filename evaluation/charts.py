@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from html import escape
 
@@ -95,7 +95,7 @@ def line_chart(series: Sequence[Series], x_axis: Axis, y_axis: Axis) -> str:
     return "".join(parts) + "</svg>" + legend([(line.name, line.colour) for line in series])
 
 
-def stacked_bars(rows: Sequence[tuple[str, dict[str, float]]], colours: dict[str, str]) -> str:
+def stacked_bars(rows: Sequence[tuple[str, dict[str, float]]], colours: Mapping[str, str]) -> str:
     """Horizontal bars of shares that add up to 1, a row each."""
     label_width, bar_height, gap = 120, 24, 12
     width = WIDTH - label_width - 20

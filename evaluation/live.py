@@ -124,7 +124,7 @@ def decode_prompt(setup: LiveSetup, prompt: LivePrompt) -> LiveRecord:
     parity, trees = Parity(0, 0, []), []
     for temperature in sorted(set(setup.section.temperatures)):
         plain = decode_plain(
-            setup.verifier, _ids(setup, prompt), _settings(setup, prompt, PLAIN, temperature)
+            setup.verifier, _ids(setup, prompt), settings_for(setup, prompt, PLAIN, temperature)
         )
         decodes.append(_summary(PLAIN, temperature, plain, None))
         drafted = decode_drafted(setup, prompt, temperature)
@@ -153,7 +153,7 @@ def decode_drafted(
                 setup.head,
                 _ids(setup, prompt),
                 acceptor,
-                _settings(setup, prompt, acceptor, temperature),
+                settings_for(setup, prompt, acceptor, temperature),
             ),
         )
         for acceptor in setup.acceptors
@@ -186,9 +186,10 @@ def _parity(
     return compare_passes(setup.drafter, setup.head, row, drafted, options)
 
 
-def _settings(
+def settings_for(
     setup: LiveSetup, prompt: LivePrompt, acceptor: Acceptor, temperature: float
 ) -> DecodeSettings:
+    """The recipe's; the seed of the target's samples is this prompt's and acceptor's own, whatever rank decodes it."""
     section = setup.section
     seed = int(fingerprint([setup.seed, prompt.prompt_id, acceptor.key, temperature])[:15], 16)
     return DecodeSettings(

@@ -19,11 +19,12 @@ from torch import Tensor
 from data.features import FeatureRow
 from ddtree.build import build_trees
 from ddtree.replay import accepted, chain_accepted, ranks_in, replay_walk
+from drafter.config import DrafterConfig
 from drafter.model import Drafter
 from evaluation.acceptance import Acceptance, PromptPasses, measure_acceptance
 from evaluation.decode import CHAIN, Acceptor, tree_acceptor
 from evaluation.scores import SlotScores, find_responses, score_anchors
-from evaluation.sums import ReplaySums
+from evaluation.sums import RECALL_AT, ReplaySums
 from target.head import TargetHead
 
 
@@ -94,7 +95,7 @@ def replay_rows(
         anchors_per_forward,
         head_chunk_rows,
     )
-    result = ReplayResult(options, empty_sums(drafter, options))
+    result = ReplayResult(options, empty_sums(drafter.config, options))
     with _evaluation_mode(drafter):
         for row in rows:
             replayed = replay_row(drafter, head, row, options)
@@ -108,7 +109,7 @@ def replay_row(
     drafter: Drafter, head: TargetHead, row: FeatureRow, options: ReplayOptions
 ) -> RowReplay:
     """One prompt. Its responses (one a turn) are replayed apart, each from its own r_0, and their passes joined."""
-    sums = empty_sums(drafter, options)
+    sums = empty_sums(drafter.config, options)
     passes: dict[str, list[int]] = {acceptor.key: [] for acceptor in options.acceptors}
     for response in find_responses(row.loss_mask, options.max_new_tokens):
         per_anchor: dict[str, list[int]] = {key: [] for key in passes}
@@ -120,7 +121,7 @@ def replay_row(
                 row,
                 response,
                 anchors,
-                num_children=max(options.budgets),
+                num_children=max(*options.budgets, *RECALL_AT),
                 temperature=options.drafter_temperature,
                 head_chunk_rows=options.head_chunk_rows,
             )
@@ -149,8 +150,8 @@ def accepted_tokens(scores: SlotScores, ranks: Tensor, options: ReplayOptions) -
     return found
 
 
-def empty_sums(drafter: Drafter, options: ReplayOptions) -> ReplaySums:
-    return ReplaySums.zero(options.budgets, drafter.config.block_size - 1)
+def empty_sums(config: DrafterConfig, options: ReplayOptions) -> ReplaySums:
+    return ReplaySums.zero(options.budgets, config.block_size - 1)
 
 
 @contextlib.contextmanager

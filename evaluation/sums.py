@@ -73,8 +73,8 @@ class ReplaySums:
         self.survived += (counts[..., None] >= slots).sum(1).cpu()
         self.realised += counts.sum(1).cpu()
         for index, k in enumerate(RECALL_AT):
-            known = min(k, scores.top_log_probs.shape[-1])
-            self.recalled[index] += ((scores.gold_child_ranks < known) & labelled).sum(0).cpu()
+            # the list holds max(RECALL_AT) children or the whole vocabulary
+            self.recalled[index] += ((scores.gold_child_ranks < k) & labelled).sum(0).cpu()
         self._add_calibration(scores, ranks, labelled, trees)
 
     def _add_calibration(

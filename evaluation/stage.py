@@ -1,0 +1,167 @@
+"""The evaluate stage: replay of the test rows, live decoding of some of them, and the report.
+
+Ranks share the prompts; every finished prompt is a record on disk (evaluation/records.py). The main rank reads all
+records and writes report.json and report.html. Ranks and restarts do not change the acceptance lengths.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from common.distributed import Ranks, raise_together
+from common.files import remove_leftovers, write_json
+from common.fingerprint import fingerprint
+from configs.schema import Config
+from data.features import FeatureSet, RowEntry
+from drafter.model import Drafter
+from evaluation.inputs import DrafterSource, open_test_features
+from evaluation.live import LiveSetup, choose_prompts, decode_prompt, make_setup, prompt_of
+from evaluation.page import write_page
+from evaluation.records import (
+    RecordKind,
+    live_from_json,
+    live_to_json,
+    make_missing,
+    read_all,
+    replay_from_json,
+    replay_to_json,
+)
+from evaluation.replay import ReplayOptions, empty_sums, replay_row
+from evaluation.report import Identity, build_report
+from target.head import load_target_head
+from target.identity import target_identity
+from target.load import load_target
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Work:
+    """What is evaluated, and where its records and reports go."""
+
+    config: Config
+    ranks: Ranks
+    features: FeatureSet
+    source: DrafterSource
+    identity: Identity
+
+    @property
+    def folder(self) -> Path:
+        return self.config.run.folder / "evaluation"
+
+    def records(self, kind: str) -> RecordKind:
+        key = fingerprint([self.identity.target, self.identity.drafter, self.identity.config])
+        return RecordKind(kind, self.folder / "records" / key[:16])
+
+    @property
+    def options(self) -> ReplayOptions:
+        section = self.config.evaluation
+        return ReplayOptions(
+            tuple(sorted(set(section.budgets))), section.drafter_temperature, section.max_new_tokens
+        )
+
+    @property
+    def replay_entries(self) -> list[RowEntry]:
+        return self.features.of_split("test")[: self.config.evaluation.replay_prompts]
+
+    @property
+    def live_entries(self) -> list[RowEntry]:
+        entries = self.features.of_split("test")
+        return choose_prompts(entries, self.config.evaluation.live_prompts, self.config.run.seed)
+
+
+def plan_work(config: Config, ranks: Ranks, source: DrafterSource) -> Work:
+    """Open the features and identify everything. Raises before any model loads if something does not fit."""
+    features = open_test_features(config)
+    # the number of prompts is no part of a record: asking for more of them keeps those that are there
+    section = config.evaluation.model_copy(update={"live_prompts": 0, "replay_prompts": 0})
+    settings = [section.model_dump(mode="json"), features.settings, config.run.seed]
+    identity = Identity(
+        target=fingerprint(target_identity(config.target)),
+        drafter=source.fingerprint(),
+        config=fingerprint(settings),
+        facts=_facts(config, source, features),
+    )
+    return Work(config, ranks, features, source, identity)
+
+
+def run_evaluation(work: Work) -> dict[str, Any] | None:
+    """Make the missing records, then the report: returned on the main rank, None on the others. Collective."""
+    device, dtype = work.ranks.device, getattr(torch, work.config.evaluation.dtype)
+    with raise_together(work.ranks):
+        if work.ranks.is_main:
+            remove_leftovers(work.records("replay").folder)
+    with raise_together(work.ranks):
+        drafter = work.source.load(device, dtype)
+        _replay(work, drafter, dtype)
+    with raise_together(work.ranks):
+        _decode_live(work, drafter)
+    report = None
+    with raise_together(work.ranks):
+        if work.ranks.is_main:
+            report = _write_report(work)
+    return report
+
+
+def _replay(work: Work, drafter: Drafter, dtype: torch.dtype) -> None:
+    head = load_target_head(work.features.head_path, work.ranks.device, dtype)
+
+    def make(entry: RowEntry) -> dict[str, Any]:
+        return replay_to_json(replay_row(drafter, head, work.features.read(entry), work.options))
+
+    make_missing(work.records("replay"), work.replay_entries, work.ranks, make)
+
+
+def _decode_live(work: Work, drafter: Drafter) -> None:
+    """The target loads only if a record is missing."""
+    kind, entries = work.records("live"), work.live_entries
+    if all(kind.path(entry).is_file() for entry in entries):
+        return
+    setup = live_setup(work.config, work.ranks, drafter, work.config.evaluation.dtype)
+
+    def make(entry: RowEntry) -> dict[str, Any]:
+        return live_to_json(decode_prompt(setup, prompt_of(work.features.read(entry))))
+
+    make_missing(kind, entries, work.ranks, make)
+
+
+def live_setup(config: Config, ranks: Ranks, drafter: Drafter, dtype: str) -> LiveSetup:
+    """The target in `dtype`, with the attention that takes a tree mask."""
+    target = load_target(config.target, ranks.device, dtype=dtype, attention="sdpa")
+    return make_setup(target, drafter, config.evaluation, config.run.seed)
+
+
+def _write_report(work: Work) -> dict[str, Any]:
+    replayed = list(read_all(work.records("replay"), work.replay_entries, replay_from_json))
+    live = list(read_all(work.records("live"), work.live_entries, live_from_json))
+    sums = empty_sums(work.source.config, work.options)
+    for row in replayed:
+        sums += row.sums
+    report = build_report(work.identity, work.options, replayed, live, sums)
+    write_json(work.folder / "report.json", report)
+    trees = [tree for record in live for tree in record.trees]
+    write_page(work.folder / "report.html", report, trees, work.config.run.folder / "logs")
+    return report
+
+
+def _facts(config: Config, source: DrafterSource, features: FeatureSet) -> dict[str, str]:
+    drafter = source.config
+    section = config.evaluation
+    return {
+        "run": config.run.name,
+        "target": config.target.model,
+        "drafter": source.name,
+        "drafter layers": f"{drafter.num_layers} ({', '.join(drafter.layer_types)})",
+        "block size": str(drafter.block_size),
+        "taps": ", ".join(map(str, drafter.target_layer_ids)),
+        "feature codec": str(features.settings["codec"]),
+        "test rows": str(len(features.of_split("test"))),
+        "live dtype": section.dtype,
+        "drafter temperature": f"{section.drafter_temperature:g}",
+        "max new tokens": str(section.max_new_tokens),
+    }
