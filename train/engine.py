@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import io
 import logging
+import os
 from collections.abc import Iterator
 from typing import Any, cast
 
@@ -39,8 +40,6 @@ class Engine:
         self.zero_stage = train.zero_stage
         self.dtype = DTYPES[train.dtype]
         self.shapes = {name: tuple(p.shape) for name, p in drafter.named_parameters()}
-        self.names_by_group = [name for group in weight_decay_groups(drafter) for name, _ in group]
-        """Parameter names in the optimizer's order."""
         drafter.activation_checkpointing = train.activation_checkpointing
         self._not_finite = torch.zeros((), device=ranks.device)
         for parameter in drafter.parameters():
@@ -108,24 +107,19 @@ class Engine:
 
 
 def make_optimizer(drafter: Drafter, train: TrainSection) -> torch.optim.AdamW:
-    """AdamW; matrices decay, norm weights do not. The learning rate is set before every step."""
-    decays = (train.weight_decay, 0.0)
+    """AdamW in one group; the learning rate is set before every step.
+
+    One group, so weight decay reaches norm weights too: with several, ZeRO 1 and 2 link the moments of the first group
+    only to its parameters (DeepSpeed 0.19), and the others could not be saved.
+    """
     return torch.optim.AdamW(
-        [
-            {"params": [parameter for _, parameter in group], "weight_decay": decay}
-            for group, decay in zip(weight_decay_groups(drafter), decays, strict=True)
-        ],
+        drafter.parameters(),
         lr=0.0,
         betas=(train.beta1, train.beta2),
         eps=train.adam_eps,
+        weight_decay=train.weight_decay,
         fused=True,
     )
-
-
-def weight_decay_groups(drafter: Drafter) -> tuple[list[tuple[str, nn.Parameter]], ...]:
-    """Named parameters that decay (matrices) and that do not (norm weights)."""
-    named = list(drafter.named_parameters())
-    return [pair for pair in named if pair[1].ndim > 1], [p for p in named if p[1].ndim <= 1]
 
 
 def deepspeed_config(
@@ -159,6 +153,7 @@ def deepspeed_config(
 def join_process_group(ranks: Ranks) -> None:
     """DeepSpeed wants a process group even for one process: a store in memory needs no launcher, address or port."""
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
+    os.environ.setdefault("LOCAL_RANK", str(ranks.local_rank))  # required even without a launcher
     if not dist.is_initialized():
         assert ranks.world_size == 1
         backend = "cpu:gloo,cuda:nccl" if ranks.device.type == "cuda" else "gloo"

@@ -115,8 +115,8 @@ def _stage_0_masters(engine: Engine) -> dict[str, Tensor]:
     """Float32 masters by name under ZeRO 0: the parameters themselves, or in bf16 the copies DeepSpeed optimizes."""
     if engine.zero_stage > 0:
         return {}
-    grouped = [tensor for group in engine.optimizer.param_groups for tensor in group["params"]]
-    return dict(zip(engine.names_by_group, grouped, strict=True))
+    [group] = engine.optimizer.param_groups
+    return dict(zip(engine.shapes, group["params"], strict=True))
 
 
 def _present(value: Tensor | None) -> Tensor:
