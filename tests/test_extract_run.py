@@ -1,0 +1,378 @@
+"""The stage on a tiny target: features are the target's own, and any history of runs gives the same bytes."""
+
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import yaml
+
+import extract.run as stage
+from common.distributed import Ranks
+from data.corpus import CorpusRow, write_corpus
+from data.features import manifest_path, open_features, read_feature_manifest, verify_features
+from extract.run import run_extract
+from extract.work import open_work, plan_work
+from target.generate import Sampling, generate_batch
+from target.identity import target_identity
+from target.taps import forward_with_taps
+
+SAMPLED = ("data.responses.generate=false",)
+ONE = Ranks(0, 1, 0, torch.device("cpu"))
+
+
+def make_rows(num_rows, seed=0, longest=160):
+    generator = np.random.default_rng(seed)
+    rows = []
+    for index in range(num_rows):
+        num_tokens = int(generator.integers(3, longest))
+        ids = generator.integers(0, 256, num_tokens).astype(np.int32)
+        mask = np.arange(num_tokens) >= num_tokens // 3
+        split = ("train", "train", "validation", "test")[index % 4]
+        rows.append(CorpusRow(f"sample-{index:03d}", "toy", "task", split, "[]", ids, mask, True))
+    return rows
+
+
+def write_rows(config, rows):
+    settings = target_identity(config.target) | {"data": "toy"}
+    write_corpus(config.run.folder / "corpus", rows, settings, {}, 64)
+
+
+@pytest.fixture(scope="module")
+def make_run(tiny_config):
+    """A run whose corpus is `rows`; features are not extracted yet."""
+
+    def make(rows, *overrides, family="llama"):
+        config = tiny_config(family, (*SAMPLED, *overrides))
+        write_rows(config, rows)
+        return config
+
+    return make
+
+
+def features_of(config) -> Path:
+    return config.run.folder / "features"
+
+
+def bytes_of(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in sorted(folder.iterdir())}
+
+
+def assert_same_folder(found: Path, wanted: Path):
+    found_files, wanted_files = bytes_of(found), bytes_of(wanted)
+    assert found_files.keys() == wanted_files.keys()
+    for name, data in wanted_files.items():
+        assert found_files[name] == data, name
+
+
+@pytest.mark.parametrize(("family", "codec"), [("llama", "fp32"), ("qwen3_sliding", "bf16-planes")])
+def test_features_are_the_targets_own_unpadded_in_corpus_order(
+    make_run, tiny_target, family, codec
+):
+    rows = make_rows(30)
+    config = make_run(rows, f"extract.codec={codec}", family=family)
+    run_extract(config, ONE)
+    features = open_features(features_of(config))
+    assert [entry.sample_id for entry in features.entries] == [row.sample_id for row in rows]
+    assert len(read_feature_manifest(features_of(config)).shards) > 1
+    for entry, row in zip(features.entries, rows, strict=True):
+        found = features.read(entry)
+        assert found.input_ids.tolist() == row.input_ids.tolist()
+        assert found.loss_mask.tolist() == row.loss_mask.tolist()
+        assert (entry.split, entry.num_response_tokens) == (row.split, row.loss_mask.sum())
+        alone = forward_with_taps(
+            tiny_target(family),
+            found.input_ids[None],
+            torch.tensor([row.num_tokens]),
+            [1, 2, 4],
+            False,
+        ).features[0]
+        tolerance = 1e-5 if codec == "fp32" else 0.01
+        torch.testing.assert_close(found.features.float(), alone, rtol=tolerance, atol=tolerance)
+
+
+def test_manifest_carries_the_settings_and_counts_every_row(make_run):
+    rows = make_rows(20)
+    config = make_run(rows)
+    run_extract(config, ONE)
+    manifest = read_feature_manifest(features_of(config))
+    assert manifest.settings["target_layer_ids"] == [1, 2, 4]
+    assert "hidden_states[i+1]" in manifest.settings["tap_convention"]
+    assert manifest.settings.items() >= target_identity(config.target).items()
+    assert sum(shard.num_tokens for shard in manifest.shards) == sum(r.num_tokens for r in rows)
+    assert {path.name for path in features_of(config).iterdir()} == {
+        "manifest.json",
+        "target_head.safetensors",
+        *(shard.file for shard in manifest.shards),
+    }
+    assert verify_features(features_of(config)) == len(manifest.shards) + 1
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_any_order_and_number_of_ranks_gives_the_same_bytes(make_run, world_size, monkeypatch):
+    rows = make_rows(60)
+    whole, shared = make_run(rows), make_run(rows)
+    run_extract(whole, ONE)
+    work = plan_work(shared)
+    work.folder.mkdir(parents=True)
+    open_work(work)
+    target = stage.load_target(shared.target, "cpu")
+    tap_rms = stage._check_target(shared, work, target)
+    last_rank = Ranks(world_size - 1, world_size, 0, torch.device("cpu"))
+    stage._extract_all(shared, work, target, tap_rms, last_rank)
+    written = {path.name for path in work.folder.glob("*.parquet")}
+    assert 0 < len(written) < len(list(features_of(whole).glob("*.parquet")))
+
+    extracted = []
+    real = stage.extract_slice
+
+    def spy(config, target, part, tap_rms):
+        extracted.append(f"shard-{part.index:06d}.parquet")
+        return real(config, target, part, tap_rms)
+
+    monkeypatch.setattr(stage, "extract_slice", spy)
+    run_extract(shared, ONE)
+    assert not written & set(extracted)  # nothing done is done again
+    assert_same_folder(features_of(shared), features_of(whole))
+
+
+def test_kill_minus_nine_of_two_ranks_then_one_rank_gives_the_same_bytes(make_run, tmp_path):
+    rows = make_rows(400)
+    whole, killed = make_run(rows), make_run(rows)
+    run_extract(whole, ONE)
+    recipe = tmp_path / "killed.yaml"
+    recipe.write_text(yaml.safe_dump(killed.model_dump(mode="json")))
+    folder = features_of(killed)
+
+    port = find_port()
+    processes = [start_rank(recipe, rank, 2, port) for rank in range(2)]
+    deadline = time.monotonic() + 60
+    while len(list(folder.glob("shard-*.json"))) < 4:
+        assert time.monotonic() < deadline, processes[0].poll()
+        time.sleep(0.002)
+    for process in processes:
+        process.kill()
+    for process in processes:
+        process.wait()
+    done = len(list(folder.glob("shard-*.json")))
+    total = len(read_feature_manifest(features_of(whole)).shards)
+    assert 4 <= done < total
+    assert not manifest_path(folder).exists()
+
+    # what a kill in the middle of a write may leave
+    unfinished = next(i for i in range(total) if not (folder / f"shard-{i:06d}.json").exists())
+    (folder / f"shard-{unfinished:06d}.parquet").write_bytes(b"whole by name only")
+    (folder / f".shard-{unfinished:06d}.parquet.1.tmp").write_bytes(b"half")
+    run_extract(killed, ONE)
+    assert_same_folder(folder, features_of(whole))
+
+
+def find_port() -> int:
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        return server.getsockname()[1]
+
+
+def start_rank(recipe: Path, rank: int, world_size: int, port: int) -> subprocess.Popen[bytes]:
+    """What torchrun starts for a rank."""
+    environment = os.environ | {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(world_size),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "OMP_NUM_THREADS": "1",
+        "CUDA_VISIBLE_DEVICES": "",
+    }
+    return subprocess.Popen(
+        [sys.executable, "-m", "extract", str(recipe)],
+        cwd=Path(__file__).parents[1],
+        env=environment,
+        stderr=subprocess.DEVNULL,
+    )
+
+
+def test_a_finished_shard_with_other_bytes_is_made_again_on_resume(make_run):
+    rows = make_rows(60)
+    whole, resumed = make_run(rows), make_run(rows)
+    run_extract(whole, ONE)
+    work = plan_work(resumed)
+    work.folder.mkdir(parents=True)
+    open_work(work)
+    target = stage.load_target(resumed.target, "cpu")
+    stage._extract_all(resumed, work, target, stage._check_target(resumed, work, target), ONE)
+    path = work.folder / "shard-000001.parquet"
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 4
+    path.write_bytes(data)  # same size, sidecar beside it
+    run_extract(resumed, ONE)
+    assert_same_folder(features_of(resumed), features_of(whole))
+
+
+def test_deleting_a_bad_shard_and_running_again_repairs_the_set(make_run):
+    config = make_run(make_rows(60))
+    run_extract(config, ONE)
+    before = bytes_of(features_of(config))
+    (features_of(config) / "shard-000002.parquet").unlink()
+    with pytest.raises(ValueError, match=r"shard-000002\.parquet is missing"):
+        open_features(features_of(config))
+    run_extract(config, ONE)
+    assert bytes_of(features_of(config)) == before
+
+
+def test_complete_features_are_left_alone_and_other_settings_are_refused(make_run, caplog):
+    config = make_run(make_rows(20))
+    run_extract(config, ONE)
+    before = {path: path.stat().st_mtime_ns for path in features_of(config).iterdir()}
+    with caplog.at_level("INFO"):
+        run_extract(config, ONE)
+    assert "nothing to do" in caplog.text
+    assert {path: path.stat().st_mtime_ns for path in features_of(config).iterdir()} == before
+    other = config.model_copy(
+        update={"extract": config.extract.model_copy(update={"codec": "fp8"})}
+    )
+    with pytest.raises(ValueError, match="codec='fp32', this run has 'fp8'"):
+        run_extract(other, ONE)
+
+
+def test_an_unfinished_extraction_with_other_settings_is_refused(make_run):
+    config = make_run(make_rows(20))
+    work = plan_work(config)
+    work.folder.mkdir(parents=True)
+    open_work(work)
+    taps = config.drafter.model_copy(update={"target_layer_ids": (0, 2)})
+    with pytest.raises(ValueError, match=r"target_layer_ids=\[1, 2, 4\], this run has \[0, 2\]"):
+        run_extract(config.model_copy(update={"drafter": taps}), ONE)
+
+
+def test_a_corpus_of_another_target_is_refused_with_both_values(make_run, tiny_config):
+    rows = make_rows(8)
+    config = make_run(rows)
+    other = tiny_config("qwen3", SAMPLED)
+    shutil.copytree(config.run.folder / "corpus", other.run.folder / "corpus")
+    with pytest.raises(ValueError, match=r"model='.*llama', this run has '.*qwen3'"):
+        run_extract(other, ONE)
+    template = {"chat_template_kwargs": {"enable_thinking": False}}
+    changed = config.model_copy(update={"target": config.target.model_copy(update=template)})
+    with pytest.raises(ValueError, match=r"chat_template_kwargs=\{\}, this run has \{'enable_th"):
+        run_extract(changed, ONE)
+
+
+def test_no_corpus_is_one_line(tiny_config):
+    with pytest.raises(FileNotFoundError, match="run the data stage"):
+        run_extract(tiny_config("llama", SAMPLED), ONE)
+
+
+def test_too_small_a_disk_is_refused_before_anything_is_written(make_run):
+    config = make_run(make_rows(20), "extract.free_disk_bytes=1000")
+    with pytest.raises(ValueError, match=r"features need .* free; what would fit"):
+        run_extract(config, ONE)
+    assert not features_of(config).exists()
+    run_extract(config, ONE, ignore_disk=True)
+    open_features(features_of(config))
+
+
+def test_an_error_of_the_writing_thread_stops_the_stage(make_run, monkeypatch):
+    config = make_run(make_rows(60))
+
+    def full_disk(*_):
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(stage, "write_shard", full_disk)
+        with pytest.raises(OSError, match="No space left"):
+            run_extract(config, ONE)
+    run_extract(config, ONE)  # and goes on from there
+    assert len(open_features(features_of(config)).entries) == 60
+
+
+def test_bad_rows_are_quarantined_with_their_reason_and_counted(make_run, tiny_target):
+    rows = make_rows(40)
+    rows[18].input_ids[2] = 320  # one past the vocabulary
+    config = make_run(rows, "extract.max_quarantined=0.03")
+    run_extract(config, ONE)
+    features = open_features(features_of(config))
+    manifest = read_feature_manifest(features_of(config))
+    assert [(row.sample_id, row.reason) for row in manifest.quarantined] == [
+        ("sample-018", "token id 320 is outside the vocabulary of 320")
+    ]
+    assert len(features.entries) == 39
+    assert "sample-018" not in {entry.sample_id for entry in features.entries}
+
+
+def test_too_many_bad_rows_stop_the_stage(make_run):
+    rows = make_rows(40)
+    for index in (17, 20):
+        rows[index].input_ids[0] = -1
+    config = make_run(rows, "extract.max_quarantined=0.03")
+    with pytest.raises(ValueError, match=r"2 of 40 rows failed.*sample-017"):
+        run_extract(config, ONE)
+    assert not manifest_path(features_of(config)).exists()
+
+
+def test_a_bad_forward_is_quarantined(make_run, monkeypatch):
+    rows = make_rows(40)
+    config = make_run(rows, "extract.max_quarantined=0.5")
+    real = stage.forward_with_taps
+
+    def broken(target, input_ids, lengths, layer_ids, need_last_hidden):
+        output = real(target, input_ids, lengths, layer_ids, need_last_hidden)
+        features = output.features.clone()
+        features[0, 0, 1, 3] = float("nan")  # the longest row of each batch
+        return replace(output, features=features)
+
+    monkeypatch.setattr(stage, "forward_with_taps", broken)
+    run_extract(config, ONE)
+    manifest = read_feature_manifest(features_of(config))
+    assert {row.reason for row in manifest.quarantined} == {"features are not finite"}
+    assert len(manifest.quarantined) + sum(s.num_rows for s in manifest.shards) == 40
+    for entry in (features := open_features(features_of(config))).entries:
+        assert features.read(entry).features.isfinite().all()
+
+
+def greedy_rows(target, num_rows=6):
+    generator = np.random.default_rng(3)
+    prompts = [generator.integers(0, 256, 9 + i).tolist() for i in range(num_rows)]
+    responses = generate_batch(target, prompts, 24, Sampling())
+    return [
+        CorpusRow(
+            f"greedy-{index}",
+            "toy",
+            "task",
+            "train",
+            "[]",
+            np.array(prompt + response, dtype=np.int32),
+            np.arange(len(prompt) + len(response)) >= len(prompt),
+            True,
+        )
+        for index, (prompt, response) in enumerate(zip(prompts, responses, strict=True))
+    ]
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3_sliding"])
+def test_the_parity_gate_passes_greedy_answers_and_stops_on_anything_else(
+    tiny_config, tiny_target, family, caplog
+):
+    rows = greedy_rows(tiny_target(family))
+    config = tiny_config(family)
+    write_rows(config, rows)
+    with caplog.at_level("INFO"):
+        run_extract(config, ONE)
+    assert "argmax is 100.0% of" in caplog.text
+
+    config = tiny_config(family)
+    shifted = [
+        replace(row, input_ids=np.where(row.loss_mask, row.input_ids ^ 1, row.input_ids))
+        for row in rows
+    ]
+    write_rows(config, shifted)
+    with pytest.raises(ValueError, match=r"extract\.min_greedy_match=0\.95.*run data again"):
+        run_extract(config, ONE)
+    assert not manifest_path(features_of(config)).exists()
