@@ -8,15 +8,18 @@ N blocks, L = K-1 drafted slots, M children listed a slot (M >= min(B, V) loses 
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
+from heapq import heappop, heappush, heapreplace
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from ddtree.order import IMPOSSIBLE, as_nats, fixed_point, require_budget
 from ddtree.tree import DraftTree
+
+_Prefix = tuple[float, int, tuple[int, ...], int]  # cost, depth, child ranks, parent node
 
 
 def build_tree(anchor_token: int, top_log_probs: Tensor, top_ids: Tensor, budget: int) -> DraftTree:
@@ -27,30 +30,43 @@ def build_tree(anchor_token: int, top_log_probs: Tensor, top_ids: Tensor, budget
     """
     require_budget(budget)
     costs = (-fixed_point(top_log_probs[:, :budget])).tolist()
-    top_ids = top_ids[:, :budget].cpu().long()
-    num_slots, num_listed = len(costs), len(costs[0])
-    parents, depths, ranks, scores = [-1], [0], [0], [0]
-    heap = []
-    if costs[0][0] < -IMPOSSIBLE:
-        heap.append((costs[0][0], 1, (0,), 0))  # cost, depth, child ranks, parent: the total order
-    while heap and len(parents) <= budget:
-        cost, depth, path, parent = heap[0]
+    path_costs, depths, paths, parents = zip(*_best_first(costs, budget), strict=True)
+    depth, rank = np.array(depths), np.array([path[-1] for path in paths])
+    tokens = top_ids.cpu().numpy()[depth - 1, rank].astype(np.int64)
+    tokens[0] = anchor_token
+    return DraftTree(
+        tokens=torch.from_numpy(tokens),
+        parents=torch.from_numpy(np.array(parents)),
+        depths=torch.from_numpy(depth),
+        child_ranks=torch.from_numpy(rank),
+        log_probs=as_nats(torch.from_numpy(0 - np.array(path_costs))),
+    )
+
+
+def _best_first(costs: list[list[float]], budget: int) -> list[_Prefix]:
+    """The root and the first `budget` prefixes. As tuples they compare as the total order does.
+
+    A popped prefix is followed by its next sibling and its first child only: whatever else comes after one of these.
+    """
+    never = float(-IMPOSSIBLE)
+    for slot in costs:
+        slot.append(never)  # stands after the last child
+    costs.append([never])  # and below the last slot
+    found: list[_Prefix] = [(0.0, 0, (0,), -1)]
+    heap: list[_Prefix] = [(costs[0][0], 1, (0,), 0)] if costs[0][0] < never else []
+    while heap and len(found) <= budget:
+        cost, depth, path, parent = node = heap[0]
         rank, slot = path[-1], costs[depth - 1]
-        node = len(parents)
-        parents.append(parent)
-        depths.append(depth)
-        ranks.append(rank)
-        scores.append(-cost)
-        sibling = cost - slot[rank] + slot[rank + 1] if rank + 1 < num_listed else -IMPOSSIBLE
-        if sibling < -IMPOSSIBLE:
-            heapq.heapreplace(heap, (sibling, depth, (*path[:-1], rank + 1), parent))
+        sibling = cost - slot[rank] + slot[rank + 1]
+        if sibling < never:
+            heapreplace(heap, (sibling, depth, (*path[:-1], rank + 1), parent))
         else:
-            heapq.heappop(heap)
-        if depth < num_slots and cost + costs[depth][0] < -IMPOSSIBLE:
-            heapq.heappush(heap, (cost + costs[depth][0], depth + 1, (*path, 0), node))
-    table = torch.tensor([parents, depths, ranks, scores])
-    tokens = torch.cat([torch.tensor([anchor_token]), top_ids[table[1, 1:] - 1, table[2, 1:]]])
-    return DraftTree(tokens, table[0], table[1], table[2], as_nats(table[3]))
+            heappop(heap)
+        child = cost + costs[depth][0]
+        if child < never:
+            heappush(heap, (child, depth + 1, (*path, 0), len(found)))
+        found.append(node)
+    return found
 
 
 @dataclass(frozen=True, eq=False)
@@ -74,7 +90,7 @@ def build_trees(top_log_probs: Tensor, budget: int) -> TreeBatch:
     parent, j-th token) comes after (i+1)(j+1)-1 others of its depth, so about B ln B candidates a depth suffice.
     """
     require_budget(budget)
-    steps = fixed_point(top_log_probs[:, :, :budget])
+    steps = fixed_point(top_log_probs[:, :, :budget]).long()
     nodes = _Nodes.roots(steps, budget)
     parents = _Parents.roots(steps)
     for slot in range(steps.shape[1]):

@@ -3,7 +3,7 @@
 A prefix is a tuple of child ranks, one a slot. Prefixes are ordered by score (sum of their log-probs) descending, then
 depth ascending, then ranks lexicographically ascending. The draft tree of budget B is the first B of them.
 
-Scores are fixed-point int64, so sums are exact and have no order of addition: floats would not do, because two different
+Scores are fixed-point, so sums are exact and have no order of addition: floats would not do, because two different
 scores may round to the same float one depth further down, and then a child of the better parent could come second. The
 step is far finer than the error of the float32 logits underneath. Float log-probs of exactly 0 are common, so a child may
 tie with its parent: the order settles it by depth, and no code anywhere compares two float scores.
@@ -25,24 +25,25 @@ MAX_BUDGET = 8192
 
 
 def fixed_point(top_log_probs: Tensor) -> Tensor:
-    """(..., L, M) floats, each slot sorted descending -> the same in steps of 1/STEPS_PER_NAT, int64, at most 0.
+    """(..., L, M) floats, each slot sorted descending -> the same in steps of 1/STEPS_PER_NAT: whole numbers from
+    IMPOSSIBLE to 0, as float64, which adds them exactly (a path of 64 slots stays below 2**53).
 
     A log-prob above 0 is a rounding error of the head and counts as 0: a child never beats its parent.
     Raises ValueError for NaN or an unsorted slot.
     """
-    falling = (top_log_probs[..., 1:] <= top_log_probs[..., :-1]).all()
-    if not (falling & (top_log_probs[..., 0] == top_log_probs[..., 0]).all()):
+    steps = (top_log_probs.double() * STEPS_PER_NAT).clamp_(IMPOSSIBLE, 0).round_()
+    falling = steps[..., 1:] <= steps[..., :-1]
+    if not falling.all() or steps[..., 0].isnan().any():
         raise ValueError(
             "the drafter's top log-probs hold NaN or are not sorted in descending order; "
             "check the checkpoint, or sort the top list"
         )
-    steps = top_log_probs.double() * STEPS_PER_NAT
-    return steps.clamp(IMPOSSIBLE, 0).round().long()
+    return steps
 
 
 def as_nats(score: Tensor) -> Tensor:
     """Fixed-point scores as float32 nats; -inf for IMPOSSIBLE. For losses and reports, never for membership."""
-    nats = (score.double() / STEPS_PER_NAT).float()
+    nats = (score / STEPS_PER_NAT).float()
     return torch.where(score > IMPOSSIBLE, nats, -torch.inf)
 
 

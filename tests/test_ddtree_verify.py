@@ -1,0 +1,299 @@
+"""Tree verification on every tiny family: each node as if its path alone followed, and commits that leave no trace."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+import pytest
+import torch
+from conftest import FAMILIES
+from torch import Tensor
+
+from configs.schema import Config
+from ddtree.adapters import LAYER_ADAPTERS, AcceptedPath, FullAttention, VerifyNodes
+from ddtree.tree import DraftTree, chain_tree
+from ddtree.verify import TreeVerifier
+from ddtree.walk import walk_tree
+from target.load import Target, load_target
+from target.taps import forward_with_taps
+
+TAPS = (1, 2, 4)
+MakeTarget = Callable[..., Target]
+families = pytest.mark.parametrize("family", FAMILIES)
+
+
+def tree_from(tokens: list[int], parents: list[int]) -> DraftTree:
+    depths = [0]
+    for parent in parents[1:]:
+        depths.append(depths[parent] + 1)
+    ranks = [parents[:node].count(parent) for node, parent in enumerate(parents)]
+    return DraftTree(
+        tokens=torch.tensor(tokens),
+        parents=torch.tensor(parents),
+        depths=torch.tensor(depths),
+        child_ranks=torch.tensor(ranks),
+        log_probs=torch.zeros(len(tokens)),
+    )
+
+
+def random_tree(generator: torch.Generator, root: int, size: int, true: list[int]) -> DraftTree:
+    """Random shape and tokens, with `true`, the text to come, hidden among the nodes."""
+    tokens, parents, edges, tip = [root], [-1], set(), 0
+    while len(tokens) < size:
+        parent = int(torch.randint(len(tokens), (), generator=generator))
+        token = int(torch.randint(250, (), generator=generator))
+        if true and torch.rand((), generator=generator) < 0.4:
+            parent, token, true = tip, true[0], true[1:]
+            tip = len(tokens)
+        if (parent, token) not in edges:
+            edges.add((parent, token))
+            tokens.append(token)
+            parents.append(parent)
+    return tree_from(tokens, parents)
+
+
+def random_ids(generator: torch.Generator, count: int) -> Tensor:
+    return torch.randint(250, (count,), generator=generator)
+
+
+@torch.inference_mode()
+def plain_logits(target: Target, ids: Tensor) -> Tensor:
+    """(V,) after the last of `ids` (S,), by the model's own forward without a cache."""
+    return target.model(input_ids=ids[None], use_cache=False).logits[0, -1]
+
+
+def assert_every_node_is_its_path(
+    target: Target, verifier: TreeVerifier, committed: Tensor, tree: DraftTree, tolerance: float
+) -> None:
+    output = verifier.verify(tree)
+    for node in range(len(tree)):
+        ids = torch.cat([committed, tree.tokens[tree.path(node)]])
+        expected = plain_logits(target, ids)
+        error = (output.logits[node] - expected).norm() / expected.norm()
+        assert error < tolerance, (node, float(error))
+        features = forward_with_taps(target, ids[None], torch.tensor([len(ids)]), TAPS, False)
+        expected = features.features[0, -1]
+        assert (output.features[node] - expected).norm() < tolerance * expected.norm()
+
+
+def committed_bytes(verifier: TreeVerifier) -> list[Tensor]:
+    return [part.clone() for layer in verifier._layers for part in layer.committed()]
+
+
+@families
+@pytest.mark.parametrize("prompt_tokens", [1, 7, 20])  # the sliding window is 8
+def test_every_node_equals_a_plain_forward_of_its_path(
+    tiny_target: MakeTarget, family: str, prompt_tokens: int
+) -> None:
+    generator = torch.Generator().manual_seed(prompt_tokens)
+    target = tiny_target(family)
+    verifier = TreeVerifier(target, TAPS)
+    prompt = random_ids(generator, prompt_tokens)
+    output = verifier.prefill(prompt)
+    torch.testing.assert_close(output.logits, plain_logits(target, prompt), rtol=1e-4, atol=1e-4)
+    tree = random_tree(generator, 3, 24, random_ids(generator, 12).tolist())
+    assert tree.depths.max() > 5  # deep enough for the window to cut inside the tree
+    assert_every_node_is_its_path(target, verifier, prompt, tree, 1e-4)
+
+
+@pytest.mark.parametrize(
+    ("attention", "dtype", "tolerance"),
+    [
+        ("sdpa", "float64", 1e-9),
+        (
+            "eager",
+            "float64",
+            1e-5,
+        ),  # transformers' eager softmax is float32 whatever the model's dtype
+        ("eager", "float32", 1e-4),
+    ],
+)
+def test_attention_backends_and_float64(
+    tiny_config: Callable[..., Config], attention: str, dtype: str, tolerance: float
+) -> None:
+    section = tiny_config("qwen3_sliding").target
+    target = load_target(section, "cpu", dtype=dtype, attention=attention)
+    generator = torch.Generator().manual_seed(5)
+    verifier = TreeVerifier(target, TAPS)
+    prompt = random_ids(generator, 11)
+    verifier.prefill(prompt)
+    tree = random_tree(generator, 3, 16, random_ids(generator, 10).tolist())
+    assert_every_node_is_its_path(target, verifier, prompt, tree, tolerance)
+
+
+@families
+def test_equal_tokens_at_one_depth_stay_apart(tiny_target: MakeTarget, family: str) -> None:
+    target = tiny_target(family)
+    verifier = TreeVerifier(target, TAPS)
+    prompt = torch.tensor([65, 66, 67])
+    verifier.prefill(prompt)
+    tree = tree_from([9, 5, 6, 5, 5, 7, 7], [-1, 0, 0, 1, 2, 3, 4])
+    assert_every_node_is_its_path(target, verifier, prompt, tree, 1e-4)
+
+
+@families
+def test_verify_leaves_no_trace(tiny_target: MakeTarget, family: str) -> None:
+    generator = torch.Generator().manual_seed(1)
+    verifier = TreeVerifier(tiny_target(family), TAPS)
+    verifier.prefill(random_ids(generator, 250))
+    before = committed_bytes(verifier)
+    tree = random_tree(generator, 3, 40, [])  # outgrows the first buffer of 256
+    first = verifier.verify(tree)
+    verifier.verify(random_tree(generator, 9, 10, []))
+    again = verifier.verify(tree)
+    assert verifier.length == 250
+    assert all(map(torch.equal, before, committed_bytes(verifier)))
+    assert torch.equal(first.logits, again.logits)
+    assert torch.equal(first.features, again.features)
+
+
+@families
+def test_committed_cache_equals_one_built_token_by_token(
+    tiny_target: MakeTarget, family: str
+) -> None:
+    generator = torch.Generator().manual_seed(2)
+    target = tiny_target(family)
+    verifier, plain = TreeVerifier(target, TAPS), TreeVerifier(target, TAPS)
+    prompt = random_ids(generator, 12)
+    verifier.prefill(prompt)
+    plain.prefill(prompt)
+    for _ in range(6):
+        before = committed_bytes(verifier)
+        tree = random_tree(generator, 3, 20, random_ids(generator, 8).tolist())
+        features = verifier.verify(tree).features
+        path = tree.path(int(torch.randint(len(tree), (), generator=generator)))
+        verifier.commit(path)
+        for node in path:
+            output = plain.verify(chain_tree(tree.tokens[node : node + 1]))
+            torch.testing.assert_close(features[node], output.features[0], rtol=1e-4, atol=1e-4)
+            plain.commit([0])
+        prefixes = [
+            after[:, :, : kept.shape[2]]
+            for after, kept in zip(committed_bytes(verifier), before, strict=True)
+        ]
+        assert all(map(torch.equal, prefixes, before))
+    assert verifier.length == plain.length
+    for found, expected in zip(committed_bytes(verifier), committed_bytes(plain), strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+
+
+@families
+def test_hundreds_of_tokens_by_trees_equal_plain_decoding(
+    tiny_target: MakeTarget, family: str
+) -> None:
+    generator = torch.Generator().manual_seed(3)
+    target = tiny_target(family)
+    prompt = random_ids(generator, 90)
+    plain = prompt.clone()
+    for _ in range(220):
+        plain = torch.cat([plain, plain_logits(target, plain).argmax()[None]])
+    plain_text = plain[len(prompt) :].tolist()
+
+    verifier = TreeVerifier(target, TAPS)
+    text = [int(verifier.prefill(prompt).logits.argmax())]
+    passes = 0
+    while len(text) < 200:
+        to_come = plain_text[len(text) : len(text) + 9]
+        if passes % 3 == 0:  # wrong after a while
+            to_come[2:] = [(token + 1) % 250 for token in to_come[2:]]
+        tree = random_tree(generator, text[-1], 24, to_come)
+        walked = walk_tree(tree, verifier.verify(tree).logits.argmax(-1))
+        verifier.commit(walked.nodes)
+        text += [*tree.tokens[walked.nodes[1:]].tolist(), walked.bonus]
+        passes += 1
+    assert text[:200] == plain_text[:200]
+    assert passes < 100  # the trees did carry more than their roots
+    assert verifier.length == len(prompt) + len(text) - 1
+
+
+@families
+def test_prefill_in_pieces_and_anew(tiny_target: MakeTarget, family: str) -> None:
+    generator = torch.Generator().manual_seed(4)
+    target = tiny_target(family)
+    prompt = random_ids(generator, 23)
+    whole = TreeVerifier(target, TAPS).prefill(prompt)
+    verifier = TreeVerifier(target, TAPS, prefill_tokens=5)
+    verifier.prefill(random_ids(generator, 40))  # an earlier sequence must not show
+    pieces = verifier.prefill(prompt)
+    assert verifier.length == 23
+    torch.testing.assert_close(pieces.logits, whole.logits, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(pieces.features, whole.features, rtol=1e-4, atol=1e-4)
+    expected = forward_with_taps(target, prompt[None], torch.tensor([23]), TAPS, False).features[0]
+    torch.testing.assert_close(whole.features, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_only_paths_of_the_last_tree_can_be_committed(tiny_target: MakeTarget) -> None:
+    verifier = TreeVerifier(tiny_target(), TAPS)
+    verifier.prefill(torch.tensor([1, 2]))
+    verifier.verify(tree_from([1, 2, 3], [-1, 0, 0]))
+    for wrong in ([], [1], [0, 1, 2]):
+        with pytest.raises(AssertionError):
+            verifier.commit(wrong)
+    verifier.commit([0, 2])
+    assert verifier.length == 4
+    with pytest.raises(IndexError):
+        verifier.commit([0])
+
+
+def test_moves_only_what_is_out_of_place() -> None:
+    path = AcceptedPath.of([0, 1, 4, 7], torch.device("cpu"))
+    assert (path.num_in_place, path.moved.tolist()) == (2, [4, 7])
+    path = AcceptedPath.of([0, 1, 2], torch.device("cpu"))
+    assert (path.num_in_place, path.moved.tolist()) == (3, [])
+
+
+def test_an_unknown_layer_type_is_refused_by_name(tiny_target: MakeTarget) -> None:
+    target = tiny_target()
+    kinds = ("linear_attention", *target.layer_types[1:])
+    with pytest.raises(ValueError, match="'linear_attention', which trees cannot be verified on"):
+        TreeVerifier(dataclasses.replace(target, layer_types=kinds), TAPS)
+
+
+def test_an_attention_without_masks_is_refused(
+    tiny_target: MakeTarget, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = tiny_target()
+    monkeypatch.setattr(target.model.config, "_attn_implementation_internal", "flash_attention_2")
+    with pytest.raises(ValueError, match=r"target\.attention=flash_attention_2 takes no tree mask"):
+        TreeVerifier(target, TAPS)
+
+
+def test_an_empty_prompt_is_refused(tiny_target: MakeTarget) -> None:
+    with pytest.raises(ValueError, match="at least one token"):
+        TreeVerifier(tiny_target(), TAPS).prefill(torch.zeros(0, dtype=torch.int64))
+
+
+class _SiblingsSeeEachOther(FullAttention):
+    def visible(self, nodes: VerifyNodes) -> Tensor:
+        chain = torch.ones_like(nodes.ancestors).tril()
+        return super().visible(dataclasses.replace(nodes, ancestors=chain))
+
+
+class _RootForgetsOneToken(FullAttention):
+    def visible(self, nodes: VerifyNodes) -> Tensor:
+        mask = super().visible(nodes)
+        if len(nodes.depths) == 3:
+            mask[:, 0] = False
+        return mask
+
+
+class _CommitsTheFirstChild(FullAttention):
+    def commit(self, path: AcceptedPath) -> None:
+        super().commit(AcceptedPath(path.num_in_place + len(path.moved), path.moved[:0]))
+
+
+@pytest.mark.parametrize(
+    "broken", [_SiblingsSeeEachOther, _RootForgetsOneToken, _CommitsTheFirstChild]
+)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_self_check_sees_a_target_that_treats_trees_differently(
+    tiny_config: Callable[..., Config],
+    monkeypatch: pytest.MonkeyPatch,
+    broken: type[FullAttention],
+    dtype: str,
+) -> None:
+    target = load_target(tiny_config("qwen3").target, "cpu", dtype=dtype)
+    monkeypatch.setitem(LAYER_ADAPTERS, "full_attention", broken)
+    with pytest.raises(ValueError, match=r"under transformers \d+.*differ from a plain forward"):
+        TreeVerifier(target, TAPS)
