@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
-from transformers import DynamicCache
 
+from target.cache import growing_cache
 from target.load import Target
 
 
@@ -51,7 +51,7 @@ def sampling_probs(logits: Tensor, sampling: Sampling) -> Tensor:
 def choose(logits: Tensor, sampling: Sampling, generator: torch.Generator | None) -> Tensor:
     """One token for each row of logits (..., V) -> (...) int64: the argmax at temperature 0, else one draw."""
     if sampling.temperature == 0:
-        return logits.argmax(-1)
+        return logits.max(-1).indices  # the argmax; a quarter of argmax's time in bf16 on a CPU
     probs = sampling_probs(logits, sampling)
     drawn = torch.multinomial(probs.flatten(0, -2), 1, generator=generator)
     return drawn.view(logits.shape[:-1])
@@ -95,7 +95,7 @@ class _Batch:
         self.target = target
         self.rows = list(range(len(prompts)))
         self.finished: set[int] = set()
-        self.cache = DynamicCache(config=target.model.config)
+        self.cache = growing_cache(target.model.config)
         self.lengths = torch.tensor([len(p) for p in prompts], device=target.device)
         longest = max(len(p) for p in prompts)
         self.mask = (
@@ -124,7 +124,7 @@ class _Batch:
         if 8 * (len(self.rows) - len(keep)) < len(self.rows):
             return chosen
         index = torch.tensor(keep, device=self.target.device)
-        self.cache.batch_select_indices(index)
+        self.cache.reorder_cache(index)  # linear layers have only this spelling
         self.rows = [self.rows[i] for i in keep]
         self.lengths, self.mask = self.lengths[index], self.mask[index]
         return chosen[index]

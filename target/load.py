@@ -35,11 +35,9 @@ logger = logging.getLogger(__name__)
 _NEUTRAL = {
     "final_logit_softcapping": None,
     "embedding_multiplier": 1.0,
-    "scale_emb": 1.0,
     "logits_scaling": 1.0,
     "logit_scale": 1.0,
     "lm_head_multiplier": 1.0,
-    "dim_model_base": None,
 }
 _HUB_FILES = ["*.safetensors", "*.json", "*.jinja", "*.txt", "*.model"]
 

