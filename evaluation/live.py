@@ -121,7 +121,7 @@ def prompt_of(row: FeatureRow) -> LivePrompt:
 def decode_prompt(setup: LiveSetup, prompt: LivePrompt) -> LiveRecord:
     """Plain, chain and tree at every live budget and temperature; parity and losslessness for the greedy ones."""
     decodes: list[LiveDecode] = []
-    parity, trees = Parity(0, 0, []), []
+    parity, trees = Parity(0, 0, [], {}), []
     for temperature in sorted(set(setup.section.temperatures)):
         plain = decode_plain(
             setup.verifier, _ids(setup, prompt), settings_for(setup, prompt, PLAIN, temperature)

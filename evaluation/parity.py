@@ -15,7 +15,7 @@ import torch
 
 from data.features import FeatureRow
 from ddtree.build import tree_thresholds
-from ddtree.replay import rank_prefixes
+from ddtree.replay import rank_prefixes, replay_walk
 from drafter.model import Drafter
 from evaluation.decode import Acceptor, Decoded
 from evaluation.replay import ReplayOptions, accepted_tokens
@@ -46,9 +46,13 @@ class DifferingPass:
 
 @dataclass(frozen=True)
 class Parity:
+    """Live passes held against the replay of the same record."""
+
     num_passes: int
     num_equal: int
     differing: list[DifferingPass]
+    replay_passes: dict[str, list[int]]
+    """Emitted tokens a pass of the whole replayed record, by acceptor key."""
 
 
 def record_row(
@@ -91,7 +95,7 @@ def compare_passes(
     record = row.input_ids[first:].tolist()
     response = Response(first, len(record) - 1)
     if response.num_drafted == 0:
-        return Parity(0, 0, [])
+        return Parity(0, 0, [], {acceptor.key: [] for acceptor, _ in decodes})
     wider = max(options.budgets) + 1  # the first prefix outside the tree is the rival of one inside
     scores = score_anchors(
         drafter,
@@ -134,7 +138,11 @@ def compare_passes(
                         gap,
                     )
                 )
-    return Parity(num_passes, num_passes - len(differing), differing)
+    replay_passes = {
+        acceptor.key: replay_walk(accepted[acceptor.key].tolist(), response.num_drafted)
+        for acceptor, _ in decodes
+    }
+    return Parity(num_passes, num_passes - len(differing), differing, replay_passes)
 
 
 def _gap_nats(scores: SlotScores, anchor: int, depth: int, acceptor: Acceptor) -> float:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from evaluation.decode import STAGES
 
 CHAIN_COLOUR, LIVE_COLOUR = "#c2410c", "#1d4ed8"
 TREE_COLOURS = ("#99d5cd", "#5bb8ad", "#2a9d8f", "#1b7f78", "#0f5f5c", "#0a4443", "#062c2c")
-STAGE_COLOURS = dict(
+STAGE_COLOURS: Mapping[str, str] = dict(
     zip(STAGES, ("#0f766e", "#84b6f4", "#1d4ed8", "#f59e0b", "#94a3b8"), strict=True)
 )
 
@@ -68,7 +68,7 @@ def survival_chart(survival: Sequence[dict[str, Any]]) -> str:
         points = _by_slot(row["share"])
         series.append(Series(name, points, colour, is_dashed=row["budget"] is None))
     return line_chart(
-        series, _slots("depth (tokens drafted)", series), _share_axis("share of anchors")
+        series, _slots("depth (tokens drafted)", series), _up_to("share of anchors", series)
     )
 
 
@@ -77,7 +77,7 @@ def recall_chart(recall: Sequence[dict[str, Any]]) -> str:
         Series(f"top {row['k']}", _by_slot(row["share"]), TREE_COLOURS[2 * index])
         for index, row in enumerate(recall)
     ]
-    return line_chart(series, _slots("slot", series), _share_axis("recall"))
+    return line_chart(series, _slots("slot", series), _up_to("recall", series))
 
 
 def calibration_chart(nodes: Sequence[dict[str, Any]]) -> str:
@@ -153,6 +153,11 @@ def _by_slot(shares: Sequence[float]) -> list[tuple[float, float]]:
 def _slots(label: str, series: Sequence[Series]) -> Axis:
     last = max(x for line in series for x, _ in line.points)
     return Axis(label, 0.8, last + 0.2, [float(slot) for slot in range(1, int(last) + 1)])
+
+
+def _up_to(label: str, series: Sequence[Series]) -> Axis:
+    """From zero to the largest share."""
+    return linear_axis(label, [y for line in series for _, y in line.points], from_zero=True)
 
 
 def _share_axis(label: str) -> Axis:

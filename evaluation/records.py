@@ -87,7 +87,7 @@ def live_from_json(value: dict[str, Any]) -> LiveRecord:
         value["prompt_id"],
         value["task"],
         [_decode_from_json(item) for item in value["decodes"]],
-        Parity(parity["num_passes"], parity["num_equal"], differing),
+        Parity(parity["num_passes"], parity["num_equal"], differing, parity["replay_passes"]),
         [DrawnTree(**tree) for tree in value["trees"]],
     )
 

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from evaluation.acceptance import PromptPasses, measure_acceptance
-from evaluation.decode import STAGES, Acceptor
+from evaluation.decode import PLAIN, STAGES, Acceptor
 from evaluation.live import LiveDecode, LiveRecord
 from evaluation.replay import ReplayOptions, RowReplay
 from evaluation.sums import NUM_BINS, RECALL_AT, ReplaySums
@@ -41,6 +41,7 @@ def build_report(
         "rows": replay_report_rows(options.acceptors, replayed) + live_report_rows(live),
         "lossless": _lossless(live),
         "parity": _parity(live),
+        "side_by_side": _side_by_side(live),
         "calibration": _calibration(options.acceptors, sums),
         "survival": _survival(options.acceptors, sums),
         "recall": _recall(sums),
@@ -158,6 +159,42 @@ def _parity(live: Sequence[LiveRecord]) -> dict[str, Any]:
             for item in record.parity.differing
         ],
     }
+
+
+def _side_by_side(live: Sequence[LiveRecord]) -> list[dict[str, Any]]:
+    """Greedy live decoding and replay of the very same records, features unrounded: the means must agree."""
+    kinds = {
+        Acceptor(decode.acceptor, decode.budget): None
+        for record in live
+        for decode in record.decodes
+        if decode.temperature == 0 and decode.acceptor != PLAIN.name
+    }
+    rows = []
+    for acceptor in kinds:
+        replayed = [
+            PromptPasses(record.prompt_id, record.task, tuple(passes))
+            for record in live
+            if (passes := record.parity.replay_passes.get(acceptor.key))
+        ]
+        decoded = [
+            PromptPasses(record.prompt_id, record.task, tuple(decode.passes))
+            for record in live
+            for decode in record.decodes
+            if decode.passes
+            and (decode.acceptor, decode.budget, decode.temperature)
+            == (acceptor.name, acceptor.budget, 0)
+        ]
+        if replayed and decoded:
+            rows.append(
+                {
+                    "acceptor": acceptor.name,
+                    "budget": acceptor.budget,
+                    "num_prompts": len(decoded),
+                    "live": measure_acceptance(decoded).macro,
+                    "replay": measure_acceptance(replayed).macro,
+                }
+            )
+    return rows
 
 
 def _calibration(acceptors: Sequence[Acceptor], sums: ReplaySums) -> dict[str, Any]:

@@ -8,7 +8,8 @@ from html import escape
 
 from evaluation.drawing import DrawnTree
 
-COLUMN, ROW, MARGIN, LABEL = 100, 17, 12, 78
+COLUMN, ROW, MARGIN, LABEL = 116, 17, 12, 82
+CHARACTER = 7.3
 ACCEPTED, DRAFTED = "#0f766e", "#64748b"
 
 
@@ -75,12 +76,14 @@ def _layout(tree: DrawnTree) -> list[_Node]:
 
 
 def _edge(parent: _Node, node: _Node) -> str:
-    start, middle, end = parent.x + LABEL, node.x - 13, node.x - 4
+    start = parent.x + CHARACTER * len(_label(parent.text)) + 5
+    middle, end = node.x - 16, node.x - 4
     colour = ACCEPTED if node.is_accepted else DRAFTED
     width = 2.4 if node.is_accepted else 0.8 + node.prob
     dash = ' stroke-dasharray="3 3"' if node.is_bonus else ""
     return (
-        f'<path d="M{start} {parent.y} C{middle} {parent.y} {start} {node.y} {end} {node.y}" fill="none"'
+        f'<path d="M{start} {parent.y} L{node.x - 34} {parent.y}'
+        f' C{middle} {parent.y} {node.x - 30} {node.y} {end} {node.y}" fill="none"'
         f' stroke="{colour}" stroke-width="{width:.2f}" opacity="{_opacity(node):.2f}"{dash}/>'
     )
 
