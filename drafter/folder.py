@@ -5,6 +5,7 @@ Servers ignore tensors they do not know and default keys they miss; here both ar
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Literal
 
@@ -14,6 +15,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from common.files import atomic_path, read_json, sha256_file, write_json
+from common.fingerprint import fingerprint
 from drafter.config import DrafterConfig
 from drafter.config_json import DTYPE_NAMES, config_json, parse_config_json
 from drafter.model import Drafter
@@ -58,6 +60,11 @@ def expected_shapes(config: DrafterConfig) -> dict[str, tuple[int, ...]]:
     """Names and shapes of all parameters."""
     with torch.device("meta"):
         return {name: tuple(p.shape) for name, p in Drafter(config).named_parameters()}
+
+
+def drafter_fingerprint(path: Path) -> str:
+    """Of the configuration and the weights' bytes of a drafter folder."""
+    return fingerprint([asdict(read_drafter_config(path)), sha256_file(path / WEIGHTS_FILE)])
 
 
 def resolve_checkpoint(checkpoints_dir: Path, which: Literal["best", "last"]) -> Path:
