@@ -12,7 +12,9 @@ CODECS = ("fp32", "bf16", "bf16-planes", "fp8")
 
 def round_trip(features, codec):
     num_tokens, num_taps, hidden_size = features.shape
+    before = features.clone()
     columns = encode(features, codec)
+    assert torch.equal(features.view(torch.uint8), before.view(torch.uint8))  # left as they were
     for column in blob_columns(codec, num_taps, hidden_size):
         assert columns[column.name].shape == (num_tokens, column.bytes_per_token)
     return decode(columns, num_tokens, num_taps, hidden_size, codec)
@@ -103,3 +105,28 @@ def test_a_column_of_another_size_is_refused():
         decode(columns, 3, 3, 4, "bf16")
     with pytest.raises(ValueError, match="features_high"):
         decode(columns, 3, 2, 4, "bf16-planes")
+
+
+def test_fp8_decodes_every_pattern_as_torch_does():
+    patterns = torch.arange(256, dtype=torch.int16).to(torch.uint8)
+    finite = patterns[(patterns & 0x7F) != 0x7F].view(1, 2, 127)  # 0x7F and 0xFF are NaN
+    scales = torch.tensor([[0.37, 3.1e-5]])
+    columns = {"features": finite.view(1, -1), "scales": scales.view(torch.uint8)}
+    wanted = finite.view(torch.float8_e4m3fn).float() * scales.unsqueeze(-1)
+    assert torch.equal(decode(columns, 1, 2, 127, "fp8"), wanted.to(torch.bfloat16))
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_fp8_never_turns_bad_values_into_good_ones(bad):
+    features = torch.ones(2, 1, 8)
+    features[1, 0, 3] = bad
+    decoded = round_trip(features, "fp8")
+    assert not decoded[1].isfinite().all()
+    assert torch.equal(decoded[0].float(), features[0])
+
+
+def test_fp8_rows_longer_than_a_step_are_what_their_tokens_are_alone():
+    features = torch.randn(150, 2, 16, generator=torch.Generator().manual_seed(2))
+    whole = round_trip(features, "fp8")
+    alone = torch.cat([round_trip(features[i : i + 1], "fp8") for i in range(150)])
+    assert torch.equal(whole, alone)
