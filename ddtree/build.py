@@ -122,28 +122,39 @@ class _Parents:
 
 @dataclass
 class _Children:
-    """Candidates of one depth, (N, C): child `rank` of parent `parent`, for the pairs that can be in a tree."""
+    """Candidates of one depth: child `rank` of parent `parent`, for the C pairs that can be in a tree."""
 
-    score: Tensor
     parent: Tensor  # (C,) index into _Parents
     rank: Tensor  # (C,)
-    lexical: Tensor  # (N, C) 0..C-1, rises with the child ranks of the path
+    num_before: Tensor  # (N, P) candidates that come lexically before a parent's own
 
     @classmethod
-    def of(cls, parents: _Parents, slot: Tensor, budget: int) -> _Children:
-        num_parents = parents.score.shape[1]
-        places = torch.arange(num_parents)
-        counts = (budget // (places + 1)).clamp(max=slot.shape[1])
+    def of(cls, parents: _Parents, num_listed: int, budget: int) -> _Children:
+        places = torch.arange(parents.score.shape[1])
+        counts = (budget // (places + 1)).clamp(max=num_listed)
         parent = places.repeat_interleave(counts)
         rank = torch.arange(parent.shape[0]) - (counts.cumsum(0) - counts)[parent]
-        counts, parent, rank = (table.to(slot.device) for table in (counts, parent, rank))
         order = parents.lexical.argsort(dim=1)
+        counts, parent, rank = (table.to(order.device) for table in (counts, parent, rank))
         sorted_counts = counts[order]
-        first = torch.empty_like(order).scatter_(
-            1, order, sorted_counts.cumsum(1) - sorted_counts
-        )  # (N, P) number of candidates lexically before the parent's
-        score = (parents.score[:, parent] + slot[:, rank]).clamp(min=IMPOSSIBLE)
-        return cls(score, parent, rank, first[:, parent] + rank)
+        num_before = sorted_counts.cumsum(1) - sorted_counts
+        return cls(parent, rank, torch.empty_like(order).scatter_(1, order, num_before))
+
+    def sort_keys(self, parents: _Parents, slot: Tensor, bits: int) -> Tensor:
+        """(N, C), score first, then lexically: from C down to 1 in the low bits."""
+        num_children = self.rank.shape[0]
+        places = torch.arange(slot.shape[1], device=slot.device)
+        of_parent = (parents.score << bits) + (num_children - self.num_before)  # (N, P)
+        of_rank = (slot << bits) - places  # (N, M)
+        # gather beats indexing fourfold on a CPU
+        rows = slot.shape[0], num_children
+        return of_parent.gather(1, self.parent.expand(rows)) + of_rank.gather(
+            1, self.rank.expand(rows)
+        )
+
+    def lexical(self, child: Tensor) -> Tensor:
+        """0..C-1 for (N, P) candidates, rising with the child ranks of the path."""
+        return self.num_before.gather(1, self.parent[child]) + self.rank[child]
 
 
 class _Nodes:
@@ -152,9 +163,7 @@ class _Nodes:
     def __init__(self, score: Tensor, budget: int):
         self.budget = budget
         self.score = score  # (N, B) in the total order; IMPOSSIBLE in padding
-        self.node = torch.zeros_like(
-            score
-        )  # (N, B) columns in the history; 0, the root, in padding
+        self.node = torch.zeros_like(score)  # (N, B) history columns; 0, the root, in padding
         root = score.new_zeros(score.shape[0], 1)
         self.parent, self.rank, self.depth = [root], [root - 1], [root]  # history, (N, P) a depth
 
@@ -164,25 +173,20 @@ class _Nodes:
 
     def take_children(self, parents: _Parents, slot: Tensor) -> _Parents:
         """Merge in the children that slot (N, M) gives `parents`; return those that are among the best B."""
-        children = _Children.of(parents, slot, self.budget)
-        chosen = self._merge(children)
+        children = _Children.of(parents, slot.shape[1], self.budget)
+        chosen = self._merge(parents, children, slot)
         return self._record(parents, children, chosen)
 
-    def _merge(self, children: _Children) -> Tensor:
+    def _merge(self, parents: _Parents, children: _Children, slot: Tensor) -> Tensor:
         """(N, B) indices into [nodes ; children] of the best B, in order. Every sort key is unique, so ties are settled:
         nodes so far are less deep and come first, in their order, then children lexically."""
-        num_entries = self.budget + children.rank.shape[0]
-        bits = num_entries.bit_length()
-        place = torch.arange(self.budget, device=self.score.device)
-        keys = torch.cat(
-            [
-                (self.score << bits) + (num_entries - place),
-                (children.score << bits) + (num_entries - self.budget - children.lexical),
-            ],
-            dim=1,
-        )
+        num_children = children.rank.shape[0]
+        bits = (self.budget + num_children).bit_length()
+        place = torch.arange(self.budget, 0, -1, device=slot.device)
+        keys_so_far = (self.score << bits) + (num_children + place)
+        keys = torch.cat([keys_so_far, children.sort_keys(parents, slot, bits)], dim=1)
         best = keys.topk(self.budget, dim=1)
-        self.score = best.values >> bits
+        self.score = (best.values >> bits).clamp(min=IMPOSSIBLE)
         return best.indices
 
     def _record(self, parents: _Parents, children: _Children, chosen: Tensor) -> _Parents:
@@ -207,7 +211,7 @@ class _Nodes:
         self.rank.append(children.rank[child])
         self.depth.append(torch.full_like(child, len(self.depth)))
         node = torch.arange(first, first + num_new, device=child.device).expand_as(child)
-        return _Parents(compact(self.score, IMPOSSIBLE), node, children.lexical.gather(1, child))
+        return _Parents(compact(self.score, IMPOSSIBLE), node, children.lexical(child))
 
     def finish(self) -> TreeBatch:
         parent, rank, depth = (

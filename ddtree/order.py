@@ -18,8 +18,8 @@ from torch import Tensor
 
 STEPS_PER_NAT = 2**32
 """Resolution of a score: 2.3e-10 nats."""
-IMPOSSIBLE = -(2**46)
-"""Score of what can never be drafted: -inf, or below -16384 nats. It absorbs: nothing below it is in a tree either."""
+IMPOSSIBLE = -(2**45)
+"""Score of what can never be drafted: -inf, or below -8192 nats. Nothing below it is in a tree either."""
 MAX_BUDGET = 8192
 """Largest budget whose candidates of one depth fit, beside a score, into one int64 sort key."""
 

@@ -19,7 +19,20 @@ from ddtree.tree import DraftTree
 Ranks = tuple[int, ...]
 
 # zeros, near zeros that float sums lose, exact ties, impossible tokens, and one below the floor
-VALUES = [0.0, -1e-12, -1e-8, -0.25, -0.5, -1.0, -1.0000001, -3.7, -30.0, -20000.0, -math.inf]
+VALUES = [
+    0.0,
+    -1e-12,
+    -1e-8,
+    -0.25,
+    -0.5,
+    -1.0,
+    -1.0000001,
+    -3.7,
+    -30.0,
+    -5000.0,
+    -20000.0,
+    -math.inf,
+]
 
 
 @st.composite
@@ -159,7 +172,9 @@ def test_all_zero_log_probs_grow_breadth_first_in_rank_order() -> None:
 
 def test_a_log_prob_rounded_above_zero_never_beats_its_parent() -> None:
     log_probs = torch.tensor([[0.0, -1.0], [1e-7, -1.0]])
-    assert tree_paths(build_tree(7, log_probs, ids_for(log_probs), 2)) == [(0,), (0, 0)]
+    for budget, expected in ((1, [(0,)]), (2, [(0,), (0, 0)])):
+        assert tree_paths(build_tree(7, log_probs, ids_for(log_probs), budget)) == expected
+        assert batch_paths(build_trees(log_probs[None], budget), 0) == expected
 
 
 def test_thresholds_are_the_scores_of_the_last_nodes() -> None:
@@ -198,7 +213,7 @@ def test_budgets_out_of_range_are_refused(budget: int) -> None:
 
 
 def test_the_largest_budget_does_not_overflow_its_sort_keys() -> None:
-    log_probs = torch.tensor([-16383.0, -16383.5]).repeat(1, 13, 1)
+    log_probs = torch.tensor([-8191.0, -8191.5]).repeat(1, 13, 1)
     log_probs[:, :12] = 0.0
     batch = build_trees(log_probs, MAX_BUDGET)
     tree = build_tree(7, log_probs[0], ids_for(log_probs[0]), MAX_BUDGET)
