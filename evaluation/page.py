@@ -33,7 +33,7 @@ h1 { font-size: 25px; margin: 0 0 2px; } h2 { font-size: 17px; margin: 0 0 4px; 
 .card, section { background: #fff; border: 1px solid #e2e8f0; border-radius: 10px; padding: 16px 18px; }
 .card b { display: block; font-size: 27px; line-height: 1.2; font-variant-numeric: tabular-nums; }
 .card span { color: #4a5568; font-size: 13px; } .card.good b { color: #0f766e; } .card.bad b { color: #b91c1c; }
-.grid { display: grid; grid-template-columns: repeat(2, minmax(0, 1fr)); gap: 16px; }
+.grid { display: grid; grid-auto-flow: dense; grid-template-columns: repeat(2, minmax(0, 1fr)); gap: 16px; }
 .wide { grid-column: 1 / -1; } @media (max-width: 900px) { .grid { grid-template-columns: minmax(0, 1fr); } }
 svg { max-width: 100%; font: 12px system-ui, "DejaVu Sans", sans-serif; display: block; }
 .scroll { overflow-x: auto; } .scroll svg { max-width: none; font-family: ui-monospace, "DejaVu Sans Mono", monospace; }
@@ -240,7 +240,9 @@ def _live_table(
                 str(row["num_prompts"]),
                 _with_interval(row),
                 same.get(name, "") if row["temperature"] == 0 else "",
-                _with_interval(of_all) if of_all else "",
+                _with_interval(of_all)
+                if of_all and of_all["temperature"] == row["temperature"]
+                else "",
                 f"{row['tokens_per_s']:.1f}",
                 f"{row['tokens_per_s'] / plain[row['temperature']]:.2f}&times;",
             ]

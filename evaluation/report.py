@@ -31,14 +31,16 @@ def build_report(
     replayed: Sequence[RowReplay],
     live: Sequence[LiveRecord],
     sums: ReplaySums,
+    record_temperature: float | None,
 ) -> dict[str, Any]:
-    """The whole report. `sums` are those of `replayed`."""
+    """The whole report. `sums` are those of `replayed`, whose responses were sampled at `record_temperature`."""
     return {
         "target": identity.target,
         "drafter": identity.drafter,
         "config": identity.config,
         "facts": identity.facts,
-        "rows": replay_report_rows(options.acceptors, replayed) + live_report_rows(live),
+        "rows": replay_report_rows(options.acceptors, replayed, record_temperature)
+        + live_report_rows(live),
         "lossless": _lossless(live),
         "parity": _parity(live),
         "side_by_side": _side_by_side(live),
@@ -49,15 +51,18 @@ def build_report(
 
 
 def replay_report_rows(
-    acceptors: Sequence[Acceptor], replayed: Sequence[RowReplay]
+    acceptors: Sequence[Acceptor],
+    replayed: Sequence[RowReplay],
+    record_temperature: float | None,
 ) -> list[dict[str, Any]]:
+    """A row for each task and acceptor. The temperature is the records': None if the target did not write them."""
     return [
         _row(
             task,
             acceptor.name,
             acceptor.budget,
             "replay",
-            None,
+            record_temperature,
             [
                 PromptPasses(row.prompt_id, row.task, tuple(row.passes[acceptor.key]))
                 for row in replayed
@@ -99,7 +104,7 @@ def _row(
     temperature: float | None,
     prompts: Sequence[PromptPasses],
 ) -> dict[str, Any]:
-    """Replay follows the record, so its temperature is the corpus': None here. Without a single pass, no acceptance."""
+    """Without a single pass there is no acceptance: None."""
     has_passes = any(prompt.passes for prompt in prompts)
     measured = measure_acceptance(prompts) if has_passes else None
     return {

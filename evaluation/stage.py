@@ -142,11 +142,18 @@ def _write_report(work: Work) -> dict[str, Any]:
     sums = empty_sums(work.source.config, work.options)
     for row in replayed:
         sums += row.sums
-    report = build_report(work.identity, work.options, replayed, live, sums)
+    report = build_report(
+        work.identity, work.options, replayed, live, sums, _record_temperature(work.config)
+    )
     write_json(work.folder / "report.json", report)
     trees = [tree for record in live for tree in record.trees]
     write_page(work.folder / "report.html", report, trees, work.config.run.folder / "logs")
     return report
+
+
+def _record_temperature(config: Config) -> float | None:
+    responses = config.data.responses
+    return responses.temperature if responses.generate else None
 
 
 def _facts(config: Config, source: DrafterSource, features: FeatureSet) -> dict[str, str]:

@@ -105,4 +105,5 @@ def _opacity(node: _Node) -> float:
 def _label(text: str) -> str:
     """A token as one short, visible word: a space is part of it."""
     shown = text.replace("\n", "↵").replace("\t", "→").replace(" ", "·")
+    shown = "".join(c if c.isprintable() else f"<{ord(c):02x}>" for c in shown) or "<>"
     return shown if len(shown) <= 10 else shown[:9] + "…"
