@@ -17,7 +17,9 @@ def main(options: argparse.Namespace) -> None:
     from common.distributed import distributed
 
     if not torch.cuda.is_available():
-        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # said before DeepSpeed looks, it doesn't warn
+        os.environ.setdefault(
+            "DS_ACCELERATOR", "cpu"
+        )  # said before DeepSpeed looks, it doesn't warn
     from train.loop import train_drafter
 
     with distributed(config.run.cpu_threads) as ranks:

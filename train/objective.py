@@ -74,6 +74,10 @@ def micro_batch_loss(
         chunk_rows=chunk_rows,
     )
     log_probs = scored.log_probs.view(labels.shape)
+    if not log_probs.isfinite().all():
+        # no tree can be built: say so through the loss, on which all ranks agree before the optimizer moves
+        broken = hidden.float().sum() * torch.nan
+        return broken, broken.detach().double().expand(len(vars(BatchSums())))
     thresholds = _thresholds(scored, mask, weighting) if num_children > 1 else None
     weights = weighting.weights(log_probs, mask, thresholds, share)
     loss = -(weights * log_probs).sum()

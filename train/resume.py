@@ -68,6 +68,6 @@ def find_start(
         _, found = checkpoints.read_state(checkpoints.entries()[-1])
         raise ValueError(
             f"{checkpoints.folder} was made with train.steps={found['train.steps']}, this run has {train.steps}, and no "
-            f"checkpoint lies in the stable part of both schedules (wsd, after warm-up, before decay); {REMEDY}"
+            f"checkpoint lies in the stable part of both schedules (wsd, after the warm-ups of rate and loss, before the decay); {REMEDY}"
         )
     return None

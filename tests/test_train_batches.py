@@ -1,0 +1,139 @@
+"""Batches: a function of the position alone; padding, cutting and sharing change nothing that is learned from."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Iterator
+
+import pytest
+import torch
+from train_runs import make_config
+
+from configs.schema import Config
+from data.features import RowEntry, open_features
+from train.batches import Batcher, MicroBatch, cut_micro_batches, prefetched, samples_from
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> Config:
+    return make_config(tmp_path_factory.mktemp("batches"))
+
+
+def entries(count: int) -> list[RowEntry]:
+    return [
+        RowEntry(f"s{i}", "x", "x", "train", 10 + (7 * i) % 23, 5, "shard", i) for i in range(count)
+    ]
+
+
+def batcher(config: Config, rank: int = 0, world_size: int = 1) -> Batcher:
+    features = open_features(config.run.folder / "features")
+    return Batcher(features, features.of_split("train"), config.train, 5, 0, rank, world_size)
+
+
+def test_every_epoch_is_a_permutation_and_batches_roll_over_its_end() -> None:
+    rows = entries(7)
+    sequence = [s for at in range(0, 21, 3) for s in samples_from(rows, 0, at, 3)]
+    for epoch in range(3):
+        part = sequence[7 * epoch : 7 * epoch + 7]
+        assert {s.entry.sample_id for s in part} == {row.sample_id for row in rows}
+        assert {s.epoch for s in part} == {epoch}
+    orders = [[s.entry.sample_id for s in sequence[7 * e : 7 * e + 7]] for e in range(3)]
+    assert orders[0] != orders[1]
+
+
+def test_any_batch_size_continues_the_same_sequence() -> None:
+    rows = entries(9)
+    one_by_one = [samples_from(rows, 3, at, 1)[0] for at in range(30)]
+    assert samples_from(rows, 3, 5, 25) == one_by_one[5:30]
+
+
+def test_micro_batches_hold_the_batch_and_waste_little() -> None:
+    samples = samples_from(entries(40), 0, 0, 24)
+    cut = cut_micro_batches(samples, 4, max_tokens=25)
+    assert Counter(s for part in cut for s in part) == Counter(samples)
+    lengths = [[min(s.entry.num_tokens, 25) for s in part] for part in cut]
+    assert [n for part in lengths for n in part] == sorted(
+        (n for part in lengths for n in part), reverse=True
+    )
+
+
+def blocks(batches: list[MicroBatch]) -> Counter[tuple[object, ...]]:
+    """Everything a block is learned from, padding stripped: context, anchor, labels."""
+    found: Counter[tuple[object, ...]] = Counter()
+    for batch in batches:
+        for row in range(len(batch.sample_ids)):
+            for n in range(batch.anchor_tokens.shape[1]):
+                mask = batch.label_mask[row, n]
+                if not mask.any():
+                    continue
+                assert batch.layout.anchor_documents[row, n] == 0
+                position = int(batch.layout.anchor_positions[row, n])
+                assert (batch.layout.context_documents[row, :position] == 0).all()
+                assert batch.layout.context_positions[row, :position].tolist() == list(
+                    range(position)
+                )
+                context = batch.features[row, :position]
+                found[
+                    batch.sample_ids[row],
+                    position,
+                    int(batch.anchor_tokens[row, n]),
+                    tuple(batch.labels[row, n][mask].tolist()),
+                    context.sum().item(),
+                ] += 1
+    return found
+
+
+@pytest.mark.parametrize(
+    ("world_size", "micro_batch_samples"), [(1, 4), (2, 1), (2, 2), (3, 1), (4, 2), (5, 4)]
+)
+def test_ranks_and_micro_batches_share_the_same_blocks(
+    config: Config, world_size: int, micro_batch_samples: int
+) -> None:
+    whole = blocks(batcher(config).load(12))
+    other = config.model_copy(
+        update={
+            "train": config.train.model_copy(update={"micro_batch_samples": micro_batch_samples})
+        }
+    )
+    shared = [batcher(other, rank, world_size).load(12) for rank in range(world_size)]
+    assert len({len(part) for part in shared}) == 1  # ranks reduce together, so none may have fewer
+    assert sum((blocks(part) for part in shared), Counter()) == whole
+
+
+def test_a_document_longer_than_max_tokens_is_cut_there(config: Config) -> None:
+    short = config.model_copy(
+        update={"train": config.train.model_copy(update={"max_tokens": 12, "num_anchors": 99})}
+    )
+    for batch in batcher(short).load(0):
+        live = batch.label_mask.any(-1)
+        last = batch.layout.anchor_positions[live] + batch.label_mask[live].sum(-1)
+        assert int(last.max()) <= 11
+        assert batch.num_tokens <= 12 * len(batch.sample_ids)
+
+
+def test_prefetching_keeps_the_order_and_hands_errors_on() -> None:
+    def load(position: int) -> list[MicroBatch]:
+        time.sleep(0.01)
+        if position == 3:
+            raise ValueError("shard 3 is cut short")
+        return [position]  # pyright: ignore[reportReturnType]  # order is all that matters here
+
+    assert list(prefetched(load, iter([0, 1, 2]), 1)) == [[0], [1], [2]]
+    stream: Iterator[list[MicroBatch]] = prefetched(load, iter(range(9)), 1)
+    assert [next(stream) for _ in range(3)] == [[0], [1], [2]]
+    with pytest.raises(ValueError, match="shard 3"):
+        next(stream)
+
+
+def test_labels_never_leave_the_documents_tokens(config: Config) -> None:
+    reader = batcher(config)
+    rows = {e.sample_id: reader.features.read(e).input_ids for e in reader.entries}
+    for batch in reader.load(0):
+        for row, sample_id in enumerate(batch.sample_ids):
+            for n in batch.label_mask[row].any(-1).nonzero().flatten().tolist():
+                position = int(batch.layout.anchor_positions[row, n])
+                labels = batch.labels[row, n][batch.label_mask[row, n]]
+                assert torch.equal(
+                    labels, rows[sample_id][position + 1 : position + 1 + len(labels)]
+                )

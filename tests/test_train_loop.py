@@ -1,0 +1,273 @@
+"""A run's life: refusals, damage, signals, kills, continuation, what is written."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from train_runs import (
+    ONE_RANK,
+    killed_after_saving,
+    losses,
+    make_config,
+    make_recipe,
+    read_curve,
+    write_features,
+)
+
+from common.files import read_json
+from configs.load import load_config
+from configs.schema import Config
+from drafter.folder import read_drafter_config, resolve_checkpoint
+from train.checkpoint import Checkpoints
+from train.engine import join_process_group
+from train.loop import train_drafter
+
+ROOT = Path(__file__).parent.parent
+
+
+@pytest.fixture(autouse=True)
+def _process_group() -> None:
+    join_process_group(ONE_RANK)
+
+
+def checkpoints(config: Config) -> Checkpoints:
+    return Checkpoints(config.run.folder / "checkpoints", config.train.keep_checkpoints)
+
+
+def test_training_learns_and_its_checkpoint_is_a_drafter_folder(tmp_path: Path) -> None:
+    config = make_config(tmp_path, "train.steps=40", "train.checkpoint_every=100")
+    train_drafter(config, ONE_RANK)
+    curve = losses(config.run.folder)
+    assert sum(curve[-3:]) < 0.5 * sum(curve[:3])
+    assert all(math.isfinite(value) for value in curve)
+    folder = resolve_checkpoint(config.run.folder / "checkpoints", "best")
+    assert read_drafter_config(folder).target_layer_ids == config.drafter.target_layer_ids
+    moments = load_file(folder / "optimizer.safetensors")
+    assert {tensor.dtype for tensor in moments.values()} == {torch.float32}
+    names = set(load_file(folder / "model.safetensors"))
+    assert set(moments) == {
+        f"{kind}.{name}" for kind in ("exp_avg", "exp_avg_sq") for name in names
+    }
+
+
+@pytest.mark.parametrize("loss", ["ce", "dpace"])
+def test_the_other_losses_train_too(tmp_path: Path, loss: str) -> None:
+    config = make_config(tmp_path, f"train.loss={loss}", "train.steps=20", "train.schedule=cosine")
+    train_drafter(config, ONE_RANK)
+    curve = losses(config.run.folder)
+    assert curve[-1] < 0.8 * curve[0]
+
+
+def test_newest_best_and_decay_start_are_kept(tmp_path: Path) -> None:
+    config = make_config(
+        tmp_path, "train.steps=10", "train.checkpoint_every=1", "train.eval_every=1",
+        "train.keep_checkpoints=2",
+    )  # fmt: skip
+    train_drafter(config, ONE_RANK)
+    folder = config.run.folder / "checkpoints"
+    index = read_json(folder / "index.json", "")
+    steps = [entry["step"] for entry in index["checkpoints"]]
+    accepted = {
+        line["step"]: line["validation/tree_acceptance_8"]
+        for line in read_curve(config.run.folder)
+        if "validation/tree_acceptance_8" in line
+    }
+    best = max(accepted, key=lambda step: (accepted[step], -step))
+    assert set(steps) == {best, 8, 9, 10}
+    assert index["last"] == "step-00000010"
+    assert index["best"] == f"step-{best:08d}"
+    assert {path.name for path in folder.glob("step-*")} == {
+        e["folder"] for e in index["checkpoints"]
+    }
+
+
+def test_a_kill_while_saving_leaves_the_checkpoint_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = make_config(tmp_path / "whole")
+    train_drafter(whole, ONE_RANK)
+    config = make_config(tmp_path / "killed")
+    with killed_after_saving(4):
+        train_drafter(config, ONE_RANK)
+    folder = config.run.folder / "checkpoints"
+    # what a kill in the save of step 8 can leave: a folder aside, and a whole folder not yet listed
+    (folder / ".step-00000008.1.tmp").mkdir()
+    (folder / ".step-00000008.1.tmp" / "model.safetensors").write_bytes(b"half")
+    (folder / "step-00000008").mkdir()
+    (folder / "step-00000008" / "model.safetensors").write_bytes(b"whole, but not listed")
+    train_drafter(config, ONE_RANK)
+    assert read_curve(config.run.folder) == read_curve(whole.run.folder)
+    assert not list(folder.glob(".*"))
+
+
+def test_a_damaged_checkpoint_is_passed_over_and_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    whole = make_config(tmp_path / "whole")
+    train_drafter(whole, ONE_RANK)
+    config = make_config(tmp_path / "damaged", "train.checkpoint_every=2")
+    with killed_after_saving(6):
+        train_drafter(config, ONE_RANK)
+    file = config.run.folder / "checkpoints" / "step-00000006" / "optimizer.safetensors"
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+    train_drafter(config, ONE_RANK)
+    assert "optimizer.safetensors differs from its sha256" in caplog.text
+    assert read_curve(config.run.folder) == read_curve(whole.run.folder)
+
+
+def test_a_finished_run_stays_as_it_is(tmp_path: Path) -> None:
+    config = make_config(tmp_path)
+    train_drafter(config, ONE_RANK)
+    before = (config.run.folder / "logs" / "train.jsonl").read_bytes()
+    train_drafter(config, ONE_RANK)
+    assert (config.run.folder / "logs" / "train.jsonl").read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    ("override", "shown"),
+    [
+        ("train.learning_rate=0.5", r"train\.learning_rate=0\.01, this run has 0\.5"),
+        ("drafter.block_size=4", r"drafter\.block_size=5, this run has 4"),
+        ("train.loss=ce", r"train\.loss='tree', this run has 'ce'"),
+        ("train.global_batch_samples=2", r"train\.global_batch_samples=4, this run has 2"),
+        ("run.seed=1", r"run\.seed=0, this run has 1"),
+    ],
+)
+def test_other_settings_are_refused_with_both_values(
+    tmp_path: Path, override: str, shown: str
+) -> None:
+    with killed_after_saving(4):
+        train_drafter(make_config(tmp_path), ONE_RANK)
+    with pytest.raises(ValueError, match=shown):
+        train_drafter(load_config(tmp_path / "tiny.yaml", [override]), ONE_RANK)
+
+
+def test_other_features_are_refused(tmp_path: Path) -> None:
+    config = make_config(tmp_path)
+    with killed_after_saving(4):
+        train_drafter(config, ONE_RANK)
+    write_features(config.run.folder / "features", seed=1)
+    with pytest.raises(ValueError, match="made with features="):
+        train_drafter(config, ONE_RANK)
+
+
+def test_taps_must_be_those_of_the_features(tmp_path: Path) -> None:
+    config = make_config(tmp_path, "drafter.target_layer_ids=[0, 2]")
+    with pytest.raises(ValueError, match=r"target_layer_ids=\(1, 2\), this run has \(0, 2\)"):
+        train_drafter(config, ONE_RANK)
+
+
+def test_wsd_is_continued_from_where_its_decay_began(tmp_path: Path) -> None:
+    config = make_config(tmp_path, "train.steps=10", "train.keep_checkpoints=1")
+    train_drafter(config, ONE_RANK)
+    first = read_curve(config.run.folder)
+    train_drafter(load_config(tmp_path / "tiny.yaml", ["train.steps=15"]), ONE_RANK)
+    curve = read_curve(config.run.folder)
+    # the steps before the first run's decay stay, the others are taken again at the stable rate
+    assert [line for line in first if line["step"] <= 8] == [
+        line for line in curve if line["step"] <= 8
+    ]
+    rates = {
+        line["step"]: line["train/learning_rate"] for line in curve if "train/learning_rate" in line
+    }
+    assert sorted(rates) == list(range(1, 16))
+    assert {rates[step] for step in range(8, 13)} == {0.01}
+    assert rates[15] < 0.005
+
+
+def test_cosine_is_not_continued_with_other_steps(tmp_path: Path) -> None:
+    train_drafter(make_config(tmp_path, "train.schedule=cosine"), ONE_RANK)
+    other = load_config(tmp_path / "tiny.yaml", ["train.schedule=cosine", "train.steps=9"])
+    with pytest.raises(ValueError, match=r"train\.steps=8, this run has 9"):
+        train_drafter(other, ONE_RANK)
+
+
+def test_a_loss_that_is_not_finite_stops_before_the_optimizer(tmp_path: Path) -> None:
+    config = make_config(tmp_path)
+    with killed_after_saving(4):
+        train_drafter(config, ONE_RANK)
+    newest = (config.run.folder / "checkpoints" / "index.json").read_bytes()
+    head = config.run.folder / "features" / "target_head.safetensors"
+    tensors = load_file(head)
+    tensors["embed_tokens.weight"][3, 0] = math.nan
+    save_file(tensors, head)
+    with pytest.raises(ValueError, match="step 5 is not finite") as caught:
+        train_drafter(config, ONE_RANK)
+    file = config.run.folder / "logs" / "not-finite-step-5.json"
+    assert str(file) in str(caught.value)
+    assert len(json.loads(file.read_text())["sample_ids"]) == config.train.global_batch_samples
+    assert (config.run.folder / "checkpoints" / "index.json").read_bytes() == newest
+
+
+def test_a_corrupt_shard_is_one_line_with_the_remedy(tmp_path: Path) -> None:
+    config = make_config(tmp_path)
+    shard = config.run.folder / "features" / "shard-000000.parquet"
+    content = bytearray(shard.read_bytes())
+    middle = len(content) // 2
+    content[middle : middle + 64] = b"\0" * 64
+    shard.write_bytes(content)
+    with pytest.raises(ValueError, match=r"shard-000000\.parquet"):
+        train_drafter(config, ONE_RANK)
+
+
+def test_missing_features_name_the_stage_to_run(tmp_path: Path) -> None:
+    config = make_config(tmp_path)
+    (config.run.folder / "features" / "manifest.json").unlink()
+    with pytest.raises(FileNotFoundError, match="extract"):
+        train_drafter(config, ONE_RANK)
+
+
+def test_sigterm_saves_and_kill_loses_little_and_both_continue_exactly(tmp_path: Path) -> None:
+    settings = ["train.steps=60", "train.checkpoint_every=10", "train.eval_every=60"]
+    whole = make_config(tmp_path / "whole", *settings)
+    train_drafter(whole, ONE_RANK)
+    recipe = make_recipe(tmp_path / "stopped")
+    run = tmp_path / "stopped" / "run"
+
+    process = start(recipe, settings)
+    wait_for_steps(process, run, 5)
+    process.send_signal(signal.SIGTERM)
+    output = process.communicate(timeout=120)[0]
+    assert process.returncode == 143, output
+    saved = read_json(run / "checkpoints" / "index.json", "")["checkpoints"][-1]["step"]
+    assert saved == read_curve(run)[-1]["step"] < 60
+
+    process = start(recipe, settings)
+    wait_for_steps(process, run, saved + 2)
+    process.kill()
+    process.communicate(timeout=120)
+
+    config = load_config(recipe, settings)
+    train_drafter(config, ONE_RANK)
+    assert read_curve(config.run.folder) == read_curve(whole.run.folder)
+
+
+def start(recipe: Path, settings: list[str]) -> subprocess.Popen[str]:
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    return subprocess.Popen(
+        [sys.executable, "-m", "train", str(recipe), *settings],
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def wait_for_steps(process: subprocess.Popen[str], run: Path, steps: int) -> None:
+    deadline = time.monotonic() + 120
+    while not (run / "logs" / "train.jsonl").exists() or len(read_curve(run)) < steps:
+        assert process.poll() is None, process.communicate()[0]
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
