@@ -39,6 +39,7 @@ from extract.work import (
     clear_sidecars,
     finish_work,
     is_complete,
+    is_greedy,
     is_intact,
     open_work,
     plan_work,
@@ -111,8 +112,7 @@ def _check_target(config: Config, work: ExtractWork, target: Target) -> torch.Te
     first = measure_first_rows(
         target, rows, config.drafter.target_layer_ids, config.extract.batch_tokens
     )
-    responses = config.data.responses
-    if responses.generate and responses.temperature == 0:
+    if is_greedy(work.corpus):
         require_greedy_match(first, config.extract.min_greedy_match)
         logger.info(
             "the target's argmax is %.1f%% of %d recorded greedy tokens",
