@@ -22,36 +22,36 @@ def growing_cache(config: PreTrainedConfig) -> DynamicCache:
 class _GrowingLayer(DynamicLayer):
     """`keys` and `values` (B, heads, S, head_dim) are the filled part of buffers with room for more tokens."""
 
-    _key_buffer: Tensor
-    _value_buffer: Tensor
-
-    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        super().lazy_initialization(key_states, value_states)
-        self._key_buffer = self.keys = key_states[:, :, :0]
-        self._value_buffer = self.values = value_states[:, :, :0]
+    _buffers: tuple[Tensor, Tensor]
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
     ) -> tuple[Tensor, Tensor]:
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        start = self.keys.shape[2]
+            self._buffers = key_states[:, :, :0], value_states[:, :, :0]
+        start = self.get_seq_length()
         end = start + key_states.shape[2]
-        if end > self._key_buffer.shape[2]:
-            self._key_buffer = _with_room(self.keys, end + _ROOM)
-            self._value_buffer = _with_room(self.values, end + _ROOM)
-        self._key_buffer[:, :, start:end] = key_states
-        self._value_buffer[:, :, start:end] = value_states
-        self.keys, self.values = self._key_buffer[:, :, :end], self._value_buffer[:, :, :end]
+        if end > self._buffers[0].shape[2]:
+            keys, values = self._buffers
+            self._buffers = _with_room(keys, start, end), _with_room(values, start, end)
+        keys, values = self._buffers
+        keys[:, :, start:end] = key_states
+        values[:, :, start:end] = value_states
+        self.keys, self.values = keys[:, :, :end], values[:, :, :end]
         return self.keys, self.values
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        super().reorder_cache(beam_idx)
-        self._key_buffer, self._value_buffer = self.keys, self.values
+        end = self.get_seq_length()
+        if end == 0:
+            return  # some families share the keys of another layer
+        keys, values = self._buffers
+        self._buffers = keys.index_select(0, beam_idx), values.index_select(0, beam_idx)
+        self.keys, self.values = self._buffers[0][:, :, :end], self._buffers[1][:, :, :end]
 
 
-def _with_room(filled: Tensor, num_tokens: int) -> Tensor:
-    batch, heads, length, width = filled.shape
-    buffer = filled.new_empty(batch, heads, num_tokens, width)
-    buffer[:, :, :length] = filled
-    return buffer
+def _with_room(buffer: Tensor, start: int, end: int) -> Tensor:
+    batch, heads, _, width = buffer.shape
+    larger = buffer.new_empty(batch, heads, end + _ROOM, width)
+    larger[:, :, :start] = buffer[:, :, :start]
+    return larger

@@ -124,7 +124,8 @@ class _Batch:
         if 8 * (len(self.rows) - len(keep)) < len(self.rows):
             return chosen
         index = torch.tensor(keep, device=self.target.device)
-        self.cache.reorder_cache(index)  # linear layers have only this spelling
+        for layer in self.cache.layers:
+            layer.reorder_cache(index)  # pyright: ignore[reportArgumentType] - HF says LongTensor
         self.rows = [self.rows[i] for i in keep]
         self.lengths, self.mask = self.lengths[index], self.mask[index]
         return chosen[index]
