@@ -49,14 +49,15 @@ class Drafter(nn.Module):
         """Hidden states for the target's head, (B, N, K, H); slot k predicts the token at anchor + k, slot 0 nothing.
 
         features: (B, S, D, H) target features, any float dtype, finite also where padded.
-        block_embeddings: (B, N, K, H), see `block_embeddings`.
+        block_embeddings: (B, N, K, H), see `block_embeddings`; K may be shorter than the config's block_size.
         attention: auto (flex on CUDA, structured elsewhere), structured, flex or dense.
         """
         context = self.project_features(features)  # (B, S, H)
         context_rotate = self.rotation(layout.context_positions)
-        rotate = self.rotation(slot_positions(layout, self.config.block_size))
+        block_size = block_embeddings.shape[2]
+        rotate = self.rotation(slot_positions(layout, block_size))
         attends = {
-            window: make_attend(attention, layout, self.config.block_size, window)
+            window: make_attend(attention, layout, block_size, window)
             for window in dict.fromkeys(self.windows)
         }
         x = block_embeddings.to(context.dtype)

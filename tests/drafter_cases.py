@@ -48,7 +48,7 @@ def packed_layout() -> BlockLayout:
     return BlockLayout(
         context_positions=torch.tensor([[*range(7), *range(5)], [*range(9), 0, 0, 0]]),
         context_documents=torch.tensor([[0] * 7 + [1] * 5, [0] * 9 + [-1] * 3]),
-        anchor_positions=torch.tensor([[2, 6, 0, 4], [1, 5, 8, 0]]),
+        anchor_positions=torch.tensor([[2, 6, 0, 4], [1, 5, 8, 3]]),
         anchor_documents=torch.tensor([[0, 0, 1, 1], [0, 0, 0, -1]]),
     )
 

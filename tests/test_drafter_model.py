@@ -236,3 +236,24 @@ def test_unknown_attention_is_refused():
     layout = packed_layout()
     with pytest.raises(ValueError, match="attention='fast'; choose auto"):
         tiny_drafter()(*random_inputs(TINY, layout), layout, "fast")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", CONFIGS)
+def test_flex_trains_like_the_structured_path_on_cuda(name):
+    """Two layouts of different lengths, so that the compiled kernel meets a new shape."""
+    config = replace(CONFIGS[name], head_dim=16)
+    drafter = tiny_drafter(config).cuda()
+    for length, num_anchors in ((200, 40), (333, 17)):
+        anchors = torch.randint(length, (2, num_anchors), device="cuda")
+        places = torch.arange(length, device="cuda").expand(2, -1)
+        layout = BlockLayout(places, torch.zeros_like(places), anchors, torch.zeros_like(anchors))
+        features = torch.randn(2, length, 3, 32, device="cuda")
+        embeddings = torch.randn(2, num_anchors, 4, 32, device="cuda")
+        results = {}
+        for attention in ("flex", "structured"):
+            hidden = drafter(features, embeddings, layout, attention)
+            gradients = torch.autograd.grad(hidden.square().mean(), list(drafter.parameters()))
+            results[attention] = [hidden.detach(), *gradients]
+        for got, wanted in zip(results["flex"], results["structured"], strict=True):
+            assert (got - wanted).norm() <= 1e-4 * wanted.norm()
