@@ -220,3 +220,12 @@ def test_the_largest_budget_does_not_overflow_its_sort_keys() -> None:
     assert batch.num_nodes.item() == MAX_BUDGET
     assert torch.equal(tree.parents[1:] - 1, batch.parents[0])
     assert torch.equal(tree.child_ranks[1:], batch.child_ranks[0])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", ["ties", "peaked", "flat"])
+def test_cuda_builds_the_trees_the_cpu_builds(kind: str) -> None:
+    log_probs = random_blocks(64, 128, kind, seed=9)
+    expected, found = build_trees(log_probs, 128), build_trees(log_probs.cuda(), 128)
+    for name, value in vars(expected).items():
+        assert torch.equal(vars(found)[name].cpu(), value)

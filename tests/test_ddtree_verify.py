@@ -297,3 +297,24 @@ def test_the_self_check_sees_a_target_that_treats_trees_differently(
     monkeypatch.setitem(LAYER_ADAPTERS, "full_attention", broken)
     with pytest.raises(ValueError, match=r"under transformers \d+.*differ from a plain forward"):
         TreeVerifier(target, TAPS)
+
+
+@pytest.mark.gpu
+@families
+def test_cuda_verifies_like_a_plain_forward(
+    tiny_config: Callable[..., Config], family: str
+) -> None:
+    target = load_target(tiny_config(family).target, "cuda")
+    generator = torch.Generator().manual_seed(7)
+    verifier = TreeVerifier(target, TAPS)
+    prompt = random_ids(generator, 20)
+    verifier.prefill(prompt)
+    tree = random_tree(generator, 3, 24, random_ids(generator, 12).tolist())
+    logits = verifier.verify(tree).logits
+    verifier.commit(path := tree.path(len(tree) - 1))
+    after = verifier.verify(chain_tree(torch.tensor([9]))).logits[0]
+    for node in range(len(tree)):
+        ids = torch.cat([prompt, tree.tokens[tree.path(node)]]).cuda()
+        torch.testing.assert_close(logits[node], plain_logits(target, ids), rtol=1e-3, atol=1e-3)
+    ids = torch.cat([prompt, tree.tokens[path], torch.tensor([9])]).cuda()
+    torch.testing.assert_close(after, plain_logits(target, ids), rtol=1e-3, atol=1e-3)
