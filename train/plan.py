@@ -1,0 +1,192 @@
+"""`./launch.sh plan CONFIG`: bytes, hours, steps and memory of a run, before anything runs. Loads no model and no torch.
+
+Memory is an estimate from formulas (below, each a line), for the largest micro-batch: train.micro_batch_samples documents of
+train.max_tokens tokens. It leaves out the allocator's fragments and the CUDA context, about 2 GB.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from dataclasses import dataclass
+
+from common.command import run_command, stage_parser
+from configs.load import load_config
+from configs.schema import Config
+from data.corpus import CorpusManifest, manifest_path, read_corpus_manifest
+from extract.plan import format_bytes, plan_extract
+
+GPU_COUNTS = (1, 4, 8)
+BUCKET_ELEMENTS = 500_000_000
+
+
+@dataclass(frozen=True)
+class TrainPlan:
+    config: Config
+    num_samples: int | None
+    """Training rows; None: nothing says it."""
+    mean_tokens: float | None
+    mean_response_tokens: float | None
+
+    @property
+    def num_parameters(self) -> int:
+        """Of the drafter: what is trained, reduced and saved."""
+        drafter, hidden = self.config.drafter, self.config.target.hidden_size
+        queries = drafter.num_attention_heads * drafter.head_dim
+        keys = drafter.num_key_value_heads * drafter.head_dim
+        attention = hidden * (2 * queries + 2 * keys) + 2 * drafter.head_dim
+        layer = attention + 3 * hidden * drafter.intermediate_size + 2 * hidden
+        fc = len(drafter.target_layer_ids) * hidden * hidden
+        return drafter.num_layers * layer + fc + 2 * hidden
+
+    @property
+    def value_bytes(self) -> int:
+        return 2 if self.config.train.dtype == "bfloat16" else 4
+
+    @property
+    def epochs(self) -> float | None:
+        train = self.config.train
+        if not self.num_samples:
+            return None
+        return train.steps * train.global_batch_samples / self.num_samples
+
+    @property
+    def mean_anchors(self) -> float | None:
+        """Blocks a document: at most one an adjacent pair of response tokens."""
+        if self.mean_response_tokens is None:
+            return None
+        return min(self.config.train.num_anchors, max(0.0, self.mean_response_tokens - 1))
+
+    def state_bytes(self, zero_stage: int, num_gpus: int) -> float:
+        """Weights, gradients, float32 masters and moments on one GPU."""
+        size, value = self.num_parameters, self.value_bytes
+        shared = num_gpus if zero_stage > 0 else 1
+        has_masters = value == 2 or zero_stage > 0
+        optimizer = size * (8 + (4 if has_masters else 0)) / shared
+        weights = size * value / (num_gpus if zero_stage == 3 else 1)
+        bucket = value * min(size, BUCKET_ELEMENTS)
+        if zero_stage == 0:
+            gradients = size * value
+        elif zero_stage == 1:  # bf16: accumulated in float32 beside the backward's own
+            gradients = size * (value + 4) if value == 2 else size * value
+        else:
+            gradients = size * 4 / num_gpus + bucket
+        return weights + gradients + optimizer
+
+    @property
+    def activation_bytes(self) -> float:
+        """What the drafter keeps for backward: per block slot and layer, and per context token."""
+        drafter, hidden, train = (
+            self.config.drafter,
+            self.config.target.hidden_size,
+            self.config.train,
+        )
+        queries = drafter.num_attention_heads * drafter.head_dim
+        keys = drafter.num_key_value_heads * drafter.head_dim
+        slots = train.micro_batch_samples * train.num_anchors * drafter.block_size
+        layer = slots * (5 * hidden + 4 * queries + 4 * keys + 4 * drafter.intermediate_size)
+        layers = drafter.num_layers
+        kept = layer + layers * slots * hidden if train.activation_checkpointing else layers * layer
+        tokens = train.micro_batch_samples * train.max_tokens
+        context = tokens * (len(drafter.target_layer_ids) * hidden + 3 * hidden + 4 * keys * layers)
+        return self.value_bytes * (kept + context)
+
+    @property
+    def ends_bytes(self) -> int:
+        """The target's frozen embedding and head, untied."""
+        return 2 * self.config.target.vocab_size * self.config.target.hidden_size * self.value_bytes
+
+    @property
+    def chunk_bytes(self) -> int:
+        """Logits alive at once: in the compute dtype, in float32, and as probabilities."""
+        rows = self.config.train.head_chunk_rows
+        return rows * self.config.target.vocab_size * (8 if self.value_bytes == 2 else 4)
+
+    @property
+    def whole_logits_bytes(self) -> int:
+        """What the logits of one micro-batch would take if they existed."""
+        train, slots = self.config.train, self.config.drafter.block_size - 1
+        rows = train.micro_batch_samples * train.num_anchors * slots
+        return rows * self.config.target.vocab_size * self.value_bytes
+
+    def gpu_bytes(self, zero_stage: int, num_gpus: int) -> float:
+        rest = self.activation_bytes + self.ends_bytes + self.chunk_bytes
+        return self.state_bytes(zero_stage, num_gpus) + rest
+
+    def lines(self) -> list[str]:
+        """The plan as text, a fact a line."""
+        train = self.config.train
+        return [
+            f"drafter: {self.num_parameters:,} parameters, {train.dtype}",
+            f"checkpoint: {format_bytes(12 * self.num_parameters)} (float32 weights and moments), "
+            f"{train.keep_checkpoints} kept besides the best and the start of the decay",
+            self._steps_line(),
+            self._step_line(),
+            f"logits: {format_bytes(self.whole_logits_bytes)} a micro-batch if they existed, "
+            f"{format_bytes(self.chunk_bytes)} alive at once (train.head_chunk_rows={train.head_chunk_rows})",
+            f"memory of a GPU beside weights and optimizer: activations {format_bytes(self.activation_bytes)}, "
+            f"embedding and head {format_bytes(self.ends_bytes)}, logits {format_bytes(self.chunk_bytes)}",
+            "memory of a GPU, all (estimate):",
+            *self._memory_table(),
+        ]
+
+    def _steps_line(self) -> str:
+        train = self.config.train
+        samples = train.steps * train.global_batch_samples
+        if self.epochs is None or self.num_samples is None:
+            return f"steps: {train.steps:,} of {train.global_batch_samples} samples: {samples:,} samples"
+        return (
+            f"steps: {train.steps:,} of {train.global_batch_samples} samples: {self.epochs:.2f} epochs "
+            f"of {self.num_samples:,} training samples"
+        )
+
+    def _step_line(self) -> str:
+        batch = self.config.train.global_batch_samples
+        if self.mean_tokens is None or self.mean_anchors is None:
+            return f"a step: at most {batch * self.config.train.num_anchors:,} anchors"
+        tokens = batch * min(self.mean_tokens, self.config.train.max_tokens)
+        anchors = batch * self.mean_anchors
+        drafted = anchors * (self.config.drafter.block_size - 1)
+        return f"a step: about {tokens:,.0f} tokens, {anchors:,.0f} anchors, {drafted:,.0f} drafted slots"
+
+    def _memory_table(self) -> list[str]:
+        head = "  ZeRO " + "".join(f"{f'{count} GPU':>12}" for count in GPU_COUNTS)
+        rows = []
+        for stage in range(4):
+            cells = "".join(f"{format_bytes(self.gpu_bytes(stage, n)):>12}" for n in GPU_COUNTS)
+            mark = "  <- this recipe" if stage == self.config.train.zero_stage else ""
+            rows.append(f"  {stage:<5}{cells}{mark}")
+        return [head, *rows]
+
+
+def plan_train(config: Config, corpus: CorpusManifest | None = None) -> TrainPlan:
+    """For `corpus`, else the run's finished corpus, else the size the recipe states."""
+    data, folder = config.data, config.run.folder / "corpus"
+    if corpus is None and manifest_path(folder).is_file():
+        corpus = read_corpus_manifest(folder)
+    kept = 1 - data.validation_fraction - data.test_fraction
+    if corpus is not None and corpus.num_rows:
+        responses = sum(shard.num_response_tokens for shard in corpus.shards)
+        return TrainPlan(
+            config,
+            round(corpus.num_rows * kept),
+            corpus.num_tokens / corpus.num_rows,
+            responses / corpus.num_rows,
+        )
+    return TrainPlan(
+        config,
+        None if data.num_samples is None else round(data.num_samples * kept),
+        data.expected_tokens,
+        data.expected_response_tokens,
+    )
+
+
+def main(options: argparse.Namespace) -> None:
+    config = load_config(options.config, options.overrides)
+    sections = {"extract": plan_extract(config).lines(), "train": plan_train(config).lines()}
+    for name, lines in sections.items():
+        sys.stdout.write("\n".join([name, *(f"  {line}" for line in lines)]) + "\n")
+
+
+if __name__ == "__main__":
+    run_command(stage_parser("plan", "What a run costs, before anything runs."), main)
