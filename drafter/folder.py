@@ -37,6 +37,7 @@ def write_drafter(
     tensors = {name: state[name].detach().to("cpu", dtype).contiguous() for name in sorted(state)}
     with atomic_path(path / WEIGHTS_FILE) as aside:
         save_file(tensors, aside, metadata={"format": "pt"})
+        aside.chmod(0o644)  # safetensors makes it 0600; a server may run as another user
     write_json(path / CONFIG_FILE, config_json(config, dtype))
 
 

@@ -34,6 +34,7 @@ def test_round_trip_is_equal_byte_for_byte(tmp_path, config, dtype):
     write_drafter(tmp_path / "second", drafter.config, drafter.state_dict(), dtype)
     for file in ("config.json", "model.safetensors"):
         assert (first / file).read_bytes() == (tmp_path / "second" / file).read_bytes()
+        assert (first / file).stat().st_mode & 0o044 == 0o044, "readable for a server's user"
     assert sorted(p.name for p in first.iterdir()) == ["config.json", "model.safetensors"]
 
 
