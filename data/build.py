@@ -58,7 +58,7 @@ def build_corpus(
     with raise_together(ranks):
         if ranks.is_main:
             prepare_target(config)
-            _prepare_plan(config, folder, packages_folder)
+            prepare_plan(config, folder, packages_folder)
     if manifest_path(folder).is_file():
         return BuiltCorpus(read_corpus_manifest(folder), was_complete=True)
     plan = read_plan(folder / "units")
@@ -112,8 +112,11 @@ def format_counts(counts: Mapping[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def _prepare_plan(config: Config, folder: Path, packages_folder: Path) -> None:
-    """Have a finished corpus of these settings, or a plan of them."""
+def prepare_plan(config: Config, folder: Path, packages_folder: Path = PACKAGES_FOLDER) -> None:
+    """Have a finished corpus of these settings in `folder`, or a plan of them. Main rank only.
+
+    Raises ValueError if the folder holds another one.
+    """
     units = folder / "units"
     for place in (folder, units):
         if place.is_dir():

@@ -8,7 +8,6 @@ Every rank reads it, and so does every run after a kill. It goes when the corpus
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from collections import Counter
 from dataclasses import dataclass
@@ -98,7 +97,7 @@ def write_plan(
             "settings": settings,
             "prompts_sha256": prompts_sha256,
             "chunk_size": chunk_size,
-            "counts": {name: dataclasses.asdict(c) for name, c in selection.counts.items()},
+            "counts": {name: vars(c) for name, c in selection.counts.items()},
         },
     )
     return plan

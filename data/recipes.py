@@ -78,7 +78,9 @@ def _chatterbot(wheel: Wheel) -> Rows:
         topic = Path(name).stem
         dialogues = yaml.safe_load(wheel.text(name))["conversations"]
         for number, dialogue in enumerate(dialogues):
-            yield f"{topic}/{number}", _user(str(dialogue[0]))
+            text = str(dialogue[0])
+            if len(text) >= 15:  # shorter ones are greetings and fragments
+                yield f"{topic}/{number}", _user(text)
 
 
 def _chitchat(wheel: Wheel) -> Rows:
