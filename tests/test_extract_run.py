@@ -217,7 +217,9 @@ def test_a_finished_shard_with_other_bytes_is_made_again_on_resume(make_run):
 
 
 def test_deleting_a_bad_shard_and_running_again_repairs_the_set(make_run):
-    config = make_run(make_rows(60))
+    rows = make_rows(60)
+    rows[5].input_ids[1] = 320  # quarantined, in another shard
+    config = make_run(rows, "extract.max_quarantined=0.05")
     run_extract(config, ONE)
     before = bytes_of(features_of(config))
     (features_of(config) / "shard-000002.parquet").unlink()
@@ -279,8 +281,9 @@ def test_too_small_a_disk_is_refused_before_anything_is_written(make_run):
     open_features(features_of(config))
 
 
-def test_an_error_of_the_writing_thread_stops_the_stage(make_run, monkeypatch):
-    config = make_run(make_rows(60))
+@pytest.mark.parametrize("num_rows", [5, 60])  # one shard, several
+def test_an_error_of_the_writing_thread_stops_the_stage(make_run, monkeypatch, num_rows):
+    config = make_run(make_rows(num_rows))
 
     def full_disk(*_):
         raise OSError(28, "No space left on device")
@@ -290,7 +293,7 @@ def test_an_error_of_the_writing_thread_stops_the_stage(make_run, monkeypatch):
         with pytest.raises(OSError, match="No space left"):
             run_extract(config, ONE)
     run_extract(config, ONE)  # and goes on from there
-    assert len(open_features(features_of(config)).entries) == 60
+    assert len(open_features(features_of(config)).entries) == num_rows
 
 
 def test_bad_rows_are_quarantined_with_their_reason_and_counted(make_run, tiny_target):
