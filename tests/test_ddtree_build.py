@@ -212,14 +212,17 @@ def test_budgets_out_of_range_are_refused(budget: int) -> None:
         build_trees(torch.zeros(1, 1, 1), budget)
 
 
-def test_the_largest_budget_does_not_overflow_its_sort_keys() -> None:
-    log_probs = torch.tensor([-8191.0, -8191.5]).repeat(1, 13, 1)
-    log_probs[:, :12] = 0.0
+@pytest.mark.parametrize(("value", "num_nodes"), [(-8191.0, MAX_BUDGET), (-16390.0, 0)])
+def test_the_largest_budget_and_the_lowest_scores_fit_the_sort_keys(
+    value: float, num_nodes: int
+) -> None:
+    """The most candidates a depth can have, with sums far below the floor of -8192 nats."""
+    log_probs = torch.full((1, 2, MAX_BUDGET), value)
     batch = build_trees(log_probs, MAX_BUDGET)
     tree = build_tree(7, log_probs[0], ids_for(log_probs[0]), MAX_BUDGET)
-    assert batch.num_nodes.item() == MAX_BUDGET
-    assert torch.equal(tree.parents[1:] - 1, batch.parents[0])
-    assert torch.equal(tree.child_ranks[1:], batch.child_ranks[0])
+    assert len(tree) - 1 == batch.num_nodes.item() == num_nodes
+    assert torch.equal(tree.parents[1:] - 1, batch.parents[0, :num_nodes])
+    assert torch.equal(tree.child_ranks[1:], batch.child_ranks[0, :num_nodes])
 
 
 @pytest.mark.gpu
