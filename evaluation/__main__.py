@@ -13,14 +13,20 @@ from configs.load import load_config
 from configs.schema import Config
 from evaluation.inputs import DrafterSource, find_drafter, random_drafter
 from evaluation.lossless import run_lossless
-from evaluation.stage import plan_work, run_evaluation
+from evaluation.stage import Work, plan_work, run_evaluation, write_report
 from evaluation.summary import lossless_lines, summary_lines
+
+TIMEOUT_S = 24 * 3600.0  # a rank may finish its prompts hours before another
 
 
 def main(options: argparse.Namespace) -> None:
     config = load_config(options.config, options.overrides)
-    with distributed(config.run.cpu_threads) as ranks:
-        if options.lossless is not None:
+    with distributed(config.run.cpu_threads, TIMEOUT_S) as ranks:
+        if options.report_only:
+            with raise_together(ranks):
+                rewrite_report(config, ranks, options.drafter, options.random_drafter)
+            equal = True
+        elif options.lossless is not None:
             equal = check_losslessness(config, ranks, options.drafter, options.lossless)
         else:
             evaluate(config, ranks, options.drafter, options.random_drafter)
@@ -30,12 +36,17 @@ def main(options: argparse.Namespace) -> None:
 
 def evaluate(config: Config, ranks: Ranks, folder: Path | None, is_random: bool) -> None:
     with raise_together(ranks):
-        source = random_drafter(config) if is_random else find_drafter(config, folder)
-        work = plan_work(config, ranks, source)
+        work = plan_work(config, ranks, _source(config, folder, is_random))
     report = run_evaluation(work)
     if report is not None:
-        _show(summary_lines(report))
-        print(f"\nreport: {work.folder / 'report.html'}")
+        _show_report(work, report)
+
+
+def rewrite_report(config: Config, ranks: Ranks, folder: Path | None, is_random: bool) -> None:
+    """From the records of an evaluation that has finished."""
+    work = plan_work(config, ranks, _source(config, folder, is_random))
+    if ranks.is_main:
+        _show_report(work, write_report(work))
 
 
 def check_losslessness(config: Config, ranks: Ranks, folder: Path | None, num_prompts: int) -> bool:
@@ -53,6 +64,15 @@ def check_losslessness(config: Config, ranks: Ranks, folder: Path | None, num_pr
     return result["num_equal"] == result["num_prompts"]
 
 
+def _source(config: Config, folder: Path | None, is_random: bool) -> DrafterSource:
+    return random_drafter(config) if is_random else find_drafter(config, folder)
+
+
+def _show_report(work: Work, report: dict[str, Any]) -> None:
+    _show(summary_lines(report))
+    print(f"\nreport: {work.folder / 'report.html'}")
+
+
 def _show(lines: list[str]) -> None:
     print("\n".join(lines))
 
@@ -67,6 +87,9 @@ if __name__ == "__main__":
     )
     parser.add_argument(
         "--random-drafter", action="store_true", help="a randomly initialised drafter"
+    )
+    parser.add_argument(
+        "--report-only", action="store_true", help="write the report again from finished records"
     )
     parser.add_argument(
         "--lossless",

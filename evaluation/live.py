@@ -93,7 +93,7 @@ def make_setup(
     target: Target, drafter: Drafter, section: EvaluationSection, seed: int
 ) -> LiveSetup:
     verifier = TreeVerifier(target, drafter.config.target_layer_ids)
-    head = TargetHead(target.embed_tokens, target.lm_head)
+    head = TargetHead(target.embed_tokens, target.lm_head.to(target.device))
     return LiveSetup(target, verifier, drafter.eval(), head, section, seed)
 
 

@@ -36,7 +36,7 @@ class RecordKind:
 
     def read(self, entry: RowEntry) -> Any:
         path = self.path(entry)
-        return read_json(path, f"delete {path} and run `./launch.sh evaluate` again")
+        return read_json(path, "remove it if it is there and run `./launch.sh evaluate` again")
 
 
 def make_missing(

@@ -104,7 +104,7 @@ def run_evaluation(work: Work) -> dict[str, Any] | None:
     report = None
     with raise_together(work.ranks):
         if work.ranks.is_main:
-            report = _write_report(work)
+            report = write_report(work)
     return report
 
 
@@ -136,7 +136,8 @@ def live_setup(config: Config, ranks: Ranks, drafter: Drafter, dtype: str) -> Li
     return make_setup(target, drafter, config.evaluation, config.run.seed)
 
 
-def _write_report(work: Work) -> dict[str, Any]:
+def write_report(work: Work) -> dict[str, Any]:
+    """report.json and report.html from the records on disk. Raises FileNotFoundError if one is missing."""
     replayed = list(read_all(work.records("replay"), work.replay_entries, replay_from_json))
     live = list(read_all(work.records("live"), work.live_entries, live_from_json))
     sums = empty_sums(work.source.config, work.options)

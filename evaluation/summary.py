@@ -33,7 +33,7 @@ def summary_lines(report: dict[str, Any]) -> list[str]:
 def lossless_lines(result: dict[str, Any]) -> list[str]:
     lines = [
         f"{result['num_equal']} of {result['num_prompts']} prompts equal to plain greedy decoding, token for token "
-        f"({result['num_decodes']} decodes of {result['num_tokens']} tokens in all)"
+        f"({result['num_tokens']} tokens, {result['num_decodes']} speculative decodes)"
     ]
     for item in result["differing"]:
         lines.append(

@@ -212,7 +212,7 @@ def test_a_broken_record_names_its_remedy(tiny_run: TinyRun, tmp_path: Path) -> 
     kind = RecordKind("replay", tmp_path)
     write_json(kind.path(entry), {})
     kind.path(entry).write_text("{")
-    with pytest.raises(ValueError, match=r"not valid JSON; delete .* again"):
+    with pytest.raises(ValueError, match=r"not valid JSON; remove it .* evaluate"):
         kind.read(entry)
 
 
