@@ -1,7 +1,8 @@
 """One feature shard: Parquet, a row a sample, a row group a row, features as blobs of 2,048 tokens.
 
-Blobs, because Parquet has no 16-bit type and element lists read at 0.1 GB/s (DESIGN section 4). Chunks, because a Parquet
-page ends at 2 GiB. A row group a row makes every sample readable alone. Equal rows give equal bytes.
+Blobs, because Parquet has no 16-bit type and element lists read at 0.1 GB/s. A row group a row makes every sample readable
+alone. Equal rows give equal bytes. A Parquet page ends at 2 GiB, and pyarrow 26 puts all chunks of a row into one page: so
+a column of a row is limited to that (41,941 tokens of 5 x 5120 values in bf16, twice as many in bf16-planes and fp8).
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from data.codecs import BlobColumn, blob_columns, decode, encode
 
 SHARD_FORMAT, SHARD_VERSION = "dflash-feature-shard", "1"
 CHUNK_TOKENS = 2048
+MAX_COLUMN_BYTES = 2**31 - 2**16  # of one row; the rest is for the page's levels and lengths
 TEXT_COLUMNS = ("sample_id", "source", "task", "split")
 
 
@@ -54,7 +56,10 @@ class FeatureLayout:
 
 
 def write_shard(path: Path, rows: Sequence[FeatureRow], layout: FeatureLayout) -> None:
-    """Write `rows` in their order to `path` (the caller makes it atomic). Features may be of any float dtype."""
+    """Write `rows` in their order to `path` (the caller makes it atomic). Features may be of any float dtype.
+
+    Raises ValueError if a row is too long for a Parquet page.
+    """
     schema = _schema(layout)
     zstd = [f"{column.name}.list.element" for column in layout.columns if column.zstd]
     with pq.ParquetWriter(
@@ -64,7 +69,6 @@ def write_shard(path: Path, rows: Sequence[FeatureRow], layout: FeatureLayout) -
         write_statistics=False,
         compression=dict.fromkeys(zstd, "zstd"),  # pyright: ignore[reportArgumentType]  # str or dict
         compression_level=dict.fromkeys(zstd, 1),
-        write_batch_size=1,  # a page ends after a blob, so no page grows with the row
         write_page_checksum=True,
     ) as writer:
         for row in rows:
@@ -132,6 +136,12 @@ def _table(row: FeatureRow, layout: FeatureLayout, schema: pa.Schema) -> pa.Tabl
     num_tokens = len(row.input_ids)
     assert row.features.shape == (num_tokens, layout.num_taps, layout.hidden_size)
     assert len(row.loss_mask) == num_tokens
+    widest = max(column.bytes_per_token for column in layout.columns)
+    if num_tokens * widest > MAX_COLUMN_BYTES:
+        raise ValueError(
+            f"sample {row.sample_id} has {num_tokens} tokens; in codec {layout.codec} a row holds at most "
+            f"{MAX_COLUMN_BYTES // widest}: lower data.max_tokens or use another extract.codec"
+        )
     columns = {
         "sample_id": pa.array([row.sample_id]),
         "source": pa.array([row.source]),

@@ -13,6 +13,9 @@ from extract.batches import shard_tokens
 
 # stored bytes over raw bf16 bytes, measured on real states (DESIGN section 4); fp8 with its scales
 CODEC_RATIO: dict[Codec, float] = {"fp32": 2.0, "bf16": 1.0, "bf16-planes": 0.70, "fp8": 0.502}
+# bytes a value in the codec's widest column, and what a row may have there (data/feature_shards.py)
+WIDEST_COLUMN: dict[Codec, int] = {"fp32": 4, "bf16": 2, "bf16-planes": 1, "fp8": 1}
+MAX_COLUMN_BYTES = 2**31 - 2**16
 GPU_COUNTS = (1, 8, 32)
 
 
@@ -150,7 +153,11 @@ class ExtractPlan:
 
 
 def plan_extract(config: Config, corpus: CorpusManifest | None = None) -> ExtractPlan:
-    """The plan for `corpus`, else for the run's finished corpus, else for the size the recipe states."""
+    """The plan for `corpus`, else for the run's finished corpus, else for the size the recipe states.
+
+    Raises ValueError if a sample of data.max_tokens would not fit a row of a shard.
+    """
+    _require_rows_fit(config)
     data, folder = config.data, config.run.folder / "features"
     corpus_folder = config.run.folder / "corpus"
     if corpus is None and manifest_path(corpus_folder).is_file():
@@ -177,6 +184,11 @@ def plan_extract(config: Config, corpus: CorpusManifest | None = None) -> Extrac
     )
 
 
+def max_row_tokens(codec: Codec, num_taps: int, hidden_size: int) -> int:
+    """Tokens of the longest sample that a feature shard can hold."""
+    return MAX_COLUMN_BYTES // (WIDEST_COLUMN[codec] * num_taps * hidden_size)
+
+
 def raw_bytes_per_token(plan: ExtractPlan) -> int:
     """What extract.shard_bytes counts: features as they are decoded, 4 bytes a value for fp32, 2 else."""
     return plan.bytes_per_token * (2 if plan.codec == "fp32" else 1)
@@ -188,6 +200,17 @@ def format_bytes(num_bytes: float) -> str:
         if num_bytes >= size:
             return f"{num_bytes / size:.1f} {unit}"
     return f"{num_bytes:.0f} B"
+
+
+def _require_rows_fit(config: Config) -> None:
+    limit = max_row_tokens(
+        config.extract.codec, len(config.drafter.target_layer_ids), config.target.hidden_size
+    )
+    if config.data.max_tokens > limit:
+        raise ValueError(
+            f"data.max_tokens={config.data.max_tokens}: a row of extract.codec={config.extract.codec} holds at most {limit} "
+            "tokens (a Parquet page ends at 2 GiB); lower it, use a narrower codec, or fewer drafter.target_layer_ids"
+        )
 
 
 def _free_bytes(folder: Path) -> int:

@@ -89,7 +89,7 @@ def run_extract(config: Config, ranks: Ranks, ignore_disk: bool = False) -> None
         if ranks.is_main:
             save_target_head(work.folder / HEAD_FILE, target)
     num_shards = _extract_all(config, work, target, tap_rms, ranks)
-    barrier()
+    _wait_for_all()
     with raise_together(ranks):
         if ranks.is_main:
             _end(config, work, num_shards)
@@ -149,6 +149,16 @@ def _extract_all(
             progress.advance(part.num_tokens)  # other ranks keep about the same pace
     progress.finish(f"{num_shards} shards")
     return num_shards
+
+
+def _wait_for_all() -> None:
+    """Not raise_together: a rank that fails must leave at once, not after the others' last shard."""
+    try:
+        barrier()
+    except RuntimeError as error:
+        raise ValueError(
+            "another rank stopped before its shards were done; see its message"
+        ) from error
 
 
 def _done(work: ExtractWork, ranks: Ranks) -> dict[str, ShardRecord]:

@@ -8,7 +8,9 @@ from pathlib import Path
 import pytest
 
 from configs.load import load_config
-from extract.plan import ExtractPlan, format_bytes, plan_extract
+from data import feature_shards
+from data.codecs import blob_columns
+from extract.plan import CODEC_RATIO, ExtractPlan, format_bytes, max_row_tokens, plan_extract
 
 MISSION = ExtractPlan(
     num_samples=913_000,
@@ -74,6 +76,20 @@ def test_a_small_disk_is_refused_with_what_would_fit():
     assert all(option in str(error.value) for option in plan.would_fit())
     assert "DOES NOT FIT" in plan.lines()[-1]
     replace(MISSION, free_bytes=66 * 10**12).require_disk()
+
+
+def test_a_sample_too_long_for_a_row_is_refused_before_anything_runs():
+    overrides = ["data.max_tokens=83884", "extract.free_disk_bytes=100_000_000_000_000"]
+    with pytest.raises(ValueError, match=r"data\.max_tokens=83884.*holds at most 83883"):
+        plan_extract(load_config("configs/qwen3.6-27b.yaml", overrides))  # (2^31 - 2^16) / 25,600
+    overrides[0] = "data.max_tokens=83883"
+    plan_extract(load_config("configs/qwen3.6-27b.yaml", overrides))
+
+
+@pytest.mark.parametrize("codec", CODEC_RATIO)
+def test_the_plans_limits_are_those_of_the_files(codec):
+    widest = max(column.bytes_per_token for column in blob_columns(codec, 5, 5120))
+    assert max_row_tokens(codec, 5, 5120) == feature_shards.MAX_COLUMN_BYTES // widest
 
 
 def test_tiny_hidden_sizes_count_their_fp8_scales():

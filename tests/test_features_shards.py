@@ -124,7 +124,7 @@ def test_equal_rows_give_equal_bytes(tmp_path, codec):
 
 
 @pytest.mark.parametrize("num_tokens", [1, CHUNK_TOKENS, CHUNK_TOKENS + 1, 3 * CHUNK_TOKENS - 1])
-def test_long_rows_are_cut_into_chunks_and_pages(tmp_path, num_tokens):
+def test_long_rows_are_cut_into_chunks(tmp_path, num_tokens):
     written = write_set(tmp_path / "features", "bf16-planes", ((num_tokens,),))
     path = tmp_path / "features" / "shard-000000.parquet"
     blobs = pq.read_table(path).column("features_low")[0].as_py()
@@ -134,6 +134,15 @@ def test_long_rows_are_cut_into_chunks_and_pages(tmp_path, num_tokens):
     ]
     features = open_features(tmp_path / "features")
     assert_same_row(features.read(features.entries[0]), written[0])
+
+
+def test_a_row_beyond_a_parquet_page_is_refused_by_name(tmp_path):
+    row = make_row(0, 50_000)
+    wide = replace(row, features=torch.zeros(1, 1, 1).expand(50_000, 1, 25_600))
+    with pytest.raises(
+        ValueError, match=r"sample-0 has 50000 tokens.*bf16 a row holds at most 41941"
+    ):
+        write_shard(tmp_path / "shard", [wide], FeatureLayout("bf16", 1, 25_600))
 
 
 def test_only_the_high_plane_is_compressed_and_nothing_has_a_dictionary(tmp_path):
