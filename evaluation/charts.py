@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from html import escape
 
@@ -124,7 +124,9 @@ def legend(entries: Sequence[tuple[str, str]]) -> str:
     return f'<div class="legend">{items}</div>'
 
 
-def _grid(x_axis: Axis, y_axis: Axis, x, y) -> list[str]:
+def _grid(
+    x_axis: Axis, y_axis: Axis, x: Callable[[float], float], y: Callable[[float], float]
+) -> list[str]:
     bottom, right = HEIGHT - BOTTOM, WIDTH - RIGHT
     parts = []
     for tick in y_axis.ticks:

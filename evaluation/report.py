@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
+
+from torch import Tensor
 
 from evaluation.acceptance import PromptPasses, measure_acceptance
 from evaluation.decode import PLAIN, STAGES, Acceptor
@@ -243,10 +245,10 @@ def _recall(sums: ReplaySums) -> list[dict[str, Any]]:
     ]
 
 
-def _share(sums: ReplaySums, numerators: Any) -> list[float]:
+def _share(sums: ReplaySums, numerators: Tensor) -> list[float]:
     pairs = zip(numerators.tolist(), sums.labelled.tolist(), strict=True)
     return [numerator / count for numerator, count in pairs if count]
 
 
-def _tasks(tasks: Any) -> list[str]:
+def _tasks(tasks: Iterable[str]) -> list[str]:
     return [ALL_TASKS, *sorted(set(tasks))]

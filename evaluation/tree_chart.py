@@ -36,7 +36,8 @@ def tree_chart(tree: DrawnTree) -> str:
     nodes = _layout(tree)
     width = 2 * MARGIN + COLUMN * max(node.depth for node in nodes) + LABEL
     height = 2 * MARGIN + ROW * (1 + max(node.row for node in nodes))
-    edges = [_edge(nodes[node.parent], node) for node in nodes[1:]]
+    below = sorted(nodes[1:], key=lambda node: node.is_accepted)  # the accepted path on top
+    edges = [_edge(nodes[node.parent], node) for node in below]
     labels = [_text(node) for node in nodes]
     return (
         f'<svg viewBox="0 0 {width} {height}" width="{width}" height="{height}" role="img"'
@@ -99,7 +100,7 @@ def _text(node: _Node) -> str:
 
 
 def _opacity(node: _Node) -> float:
-    return 1.0 if node.is_accepted else 0.45 + 0.55 * math.sqrt(node.prob)
+    return 1.0 if node.is_accepted else 0.6 + 0.4 * math.sqrt(node.prob)
 
 
 def _label(text: str) -> str:
