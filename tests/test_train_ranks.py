@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -71,6 +72,12 @@ def launch(
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
 
 
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
 def weights(run: Path) -> dict[str, torch.Tensor]:
     folder = resolve_checkpoint(run / "checkpoints", "last")
     return dict(load_drafter(folder, "cpu", torch.float32).state_dict())
@@ -133,7 +140,7 @@ def test_deepspeed_launcher_trains_as_one_rank_does(tmp_path: Path, reference: l
         "2",
         "--no_local_rank",
         "--master_port",
-        "29731",
+        str(free_port()),
     ]
     launch(launcher, [(recipe, [], None)], tmp_path)
     assert losses(tmp_path / "launched" / "run") == pytest.approx(reference, rel=1e-5)
