@@ -15,7 +15,7 @@ import torch
 from train_runs import (
     ONE_RANK,
     killed_after_saving,
-    losses,
+    losses_and_norms,
     make_config,
     make_recipe,
     read_curve,
@@ -39,11 +39,14 @@ def _process_group() -> None:
 
 @pytest.fixture(scope="module")
 def reference(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
-    """Losses of one rank, one document a micro-batch, ZeRO 1, float32."""
+    """Losses and gradient norms of one rank, one document a micro-batch, ZeRO 1, float32.
+
+    Norms too: Adam hides a wrong scale of the gradient.
+    """
     join_process_group(ONE_RANK)
     config = make_config(tmp_path_factory.mktemp("reference"))
     train_drafter(config, ONE_RANK)
-    return losses(config.run.folder)
+    return losses_and_norms(config.run.folder)
 
 
 def launch(
@@ -97,7 +100,7 @@ def test_losses_do_not_depend_on_how_a_batch_is_cut(
 ) -> None:
     config = make_config(tmp_path, *overrides)
     train_drafter(config, ONE_RANK)
-    assert losses(config.run.folder) == pytest.approx(reference, rel=1e-5)
+    assert losses_and_norms(config.run.folder) == pytest.approx(reference, rel=1e-5)
 
 
 def test_two_ranks_train_as_one_does_and_resume_exactly_at_any_world_size(
@@ -127,8 +130,10 @@ def test_two_ranks_train_as_one_does_and_resume_exactly_at_any_world_size(
     assert curves["halves"] == curves["whole"]
     assert curves["bf16-halves"] == curves["bf16"]
     for name in ("whole", "uneven", "to-one"):
-        assert losses(tmp_path / name / "run") == pytest.approx(reference, rel=1e-5), name
-    assert losses(tmp_path / "bf16" / "run") == pytest.approx(reference, rel=2e-2)
+        assert losses_and_norms(tmp_path / name / "run") == pytest.approx(reference, rel=1e-5), name
+    assert losses_and_norms(tmp_path / "bf16" / "run") == pytest.approx(
+        reference, rel=0.1
+    )  # bf16 rounds
 
 
 def test_deepspeed_launcher_trains_as_one_rank_does(tmp_path: Path, reference: list[float]) -> None:
@@ -143,7 +148,7 @@ def test_deepspeed_launcher_trains_as_one_rank_does(tmp_path: Path, reference: l
         str(free_port()),
     ]
     launch(launcher, [(recipe, [], None)], tmp_path)
-    assert losses(tmp_path / "launched" / "run") == pytest.approx(reference, rel=1e-5)
+    assert losses_and_norms(tmp_path / "launched" / "run") == pytest.approx(reference, rel=1e-5)
 
 
 @pytest.mark.parametrize(("stage", "dtype"), [(1, "float32"), (2, "bfloat16")])

@@ -159,6 +159,12 @@ def losses(run: Path) -> list[float]:
     return [line["train/loss"] for line in read_curve(run) if "train/loss" in line]
 
 
+def losses_and_norms(run: Path) -> list[float]:
+    """Loss and gradient norm of every logged step, in turn."""
+    lines = [line for line in read_curve(run) if "train/loss" in line]
+    return [line[name] for line in lines for name in ("train/loss", "train/grad_norm")]
+
+
 class Interrupted(Exception):
     """Stands for a kill: nothing of ours catches it."""
 
