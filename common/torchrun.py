@@ -20,7 +20,7 @@ def main() -> None:
     except ChildFailedError as error:
         _, failure = error.get_first_failure()
         if failure.exitcode < 0:
-            logging.error("rank %d was ended by signal %d", failure.global_rank, -failure.exitcode)
+            logging.error("rank %d was ended by signal %d", failure.local_rank, -failure.exitcode)
         sys.exit(failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode)
     except SignalException as error:
         sys.exit(128 + int(error.sigval))

@@ -85,14 +85,12 @@ def read_row(file: pq.ParquetFile, row: int, layout: FeatureLayout) -> FeatureRo
 
     Raises ValueError, pyarrow.ArrowException or OSError if the row is not what the layout says.
     """
-    if file.num_row_groups <= row:
-        raise ValueError(f"only {file.num_row_groups} rows")
-    table = file.read_row_group(row, use_threads=False)
+    table = _row_group(file, row)
     if table.num_rows != 1 or not {*TEXT_COLUMNS, "input_ids", "loss_mask"} <= {
         *table.column_names
     }:
         raise ValueError(f"not a row of {SHARD_FORMAT} {SHARD_VERSION}")
-    input_ids = _list(table, "input_ids").to_numpy().astype(np.int64)
+    input_ids = _ids(table)
     blobs = {
         column.name: _blob(table, column.name, len(input_ids))
         for column in layout.columns
@@ -104,12 +102,27 @@ def read_row(file: pq.ParquetFile, row: int, layout: FeatureLayout) -> FeatureRo
         source=source,
         task=task,
         split=split,
-        input_ids=torch.from_numpy(input_ids),
+        input_ids=input_ids,
         loss_mask=torch.from_numpy(
             np.array(_list(table, "loss_mask").to_numpy(zero_copy_only=False))
         ),
         features=decode(blobs, len(input_ids), layout.num_taps, layout.hidden_size, layout.codec),
     )
+
+
+def read_input_ids(file: pq.ParquetFile, row: int) -> Tensor:
+    """(S,) int64 of row `row` of an open shard; its features are not read. Raises as `read_row`."""
+    return _ids(_row_group(file, row, ["input_ids"]))
+
+
+def _row_group(file: pq.ParquetFile, row: int, columns: list[str] | None = None) -> pa.Table:
+    if file.num_row_groups <= row:
+        raise ValueError(f"only {file.num_row_groups} rows")
+    return file.read_row_group(row, columns, use_threads=False)
+
+
+def _ids(table: pa.Table) -> Tensor:
+    return torch.from_numpy(_list(table, "input_ids").to_numpy().astype(np.int64))
 
 
 def _schema(layout: FeatureLayout) -> pa.Schema:

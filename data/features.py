@@ -14,10 +14,17 @@ from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
+from torch import Tensor
 
 from common.files import read_json, sha256_file
 from common.progress import Progress
-from data.feature_shards import FeatureLayout, FeatureRow, open_shard, read_row
+from data.feature_shards import (
+    FeatureLayout,
+    FeatureRow,
+    open_shard,
+    read_input_ids,
+    read_row,
+)
 
 FORMAT, VERSION = "dflash-features", 1
 REMEDY = "run `./launch.sh extract` with this recipe"
@@ -152,6 +159,14 @@ class FeatureSet:
         if (row.sample_id, len(row.input_ids)) != (entry.sample_id, entry.num_tokens):
             raise self._unreadable(entry, f"it holds sample {row.sample_id}")
         return row
+
+    def read_input_ids(self, entry: RowEntry) -> Tensor:
+        """(S,) int64 of one row, without its features. Raises as `read`."""
+        try:
+            return read_input_ids(self._file(entry.shard), entry.row)
+        except (pa.ArrowException, OSError, ValueError) as error:
+            self._open.pop(entry.shard, None)
+            raise self._unreadable(entry, str(error)) from error
 
     def _file(self, shard: str) -> pq.ParquetFile:
         file = self._open.pop(shard, None) or open_shard(self.folder / shard)

@@ -20,6 +20,7 @@ from train.initialise import initial_drafter
 from train.losses import ce_weights
 from train.step import Stepper
 from train.stop import StopRequest
+from train.vocabulary import TrainingHead
 
 
 @pytest.fixture(autouse=True)
@@ -88,7 +89,7 @@ def test_the_normaliser_counts_slots_and_knows_the_first_steps_weights(tmp_path:
         config.run.folder / "features" / "target_head.safetensors", "cpu", torch.float32
     )
     engine = Engine(Drafter(drafter_config(config)), config.train, ONE_RANK, 4)
-    stepper = Stepper(config, engine, head, StopRequest())
+    stepper = Stepper(config, engine, head.embedding, TrainingHead(head.head), StopRequest())
     batches = first_batches(config)
     slots = sum(int(batch.label_mask.sum()) for batch in batches)
     decayed = sum(

@@ -31,6 +31,7 @@ from train.step import StepOutcome, Stepper
 from train.stop import StopRequest
 from train.tracking import Tracker
 from train.validation import validate, validation_metrics
+from train.vocabulary import training_head
 
 logger = logging.getLogger(__name__)
 
@@ -116,7 +117,13 @@ class Run:
             drafter, train, ranks, accumulation_steps(num_micro_batches, ranks.world_size)
         )
         self.stop = StopRequest()
-        self.stepper = Stepper(config, self.engine, head, self.stop)
+        self.stepper = Stepper(
+            config,
+            self.engine,
+            head.embedding,
+            training_head(head.head, inputs.features, inputs.entries, train),
+            self.stop,
+        )
         # its own feature set: it is read in another thread
         self.batcher = Batcher(
             open_features(inputs.features.folder),

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -17,13 +17,13 @@ from torch import Tensor
 from common.distributed import sum_over_ranks
 from configs.schema import Config
 from drafter.model import block_embeddings
-from target.head import TargetHead
 from train.batches import MicroBatch
 from train.engine import Engine
 from train.losses import Weighting, ce_weights
 from train.objective import BatchSums, micro_batch_loss
 from train.schedule import loss_share
 from train.stop import StopRequest, leave
+from train.vocabulary import TrainingHead
 
 
 @dataclass(frozen=True)
@@ -47,8 +47,17 @@ class StepOutcome:
 class Stepper:
     """Accumulates the gradient of a global batch in the engine; the engine's `step` is the caller's."""
 
-    def __init__(self, config: Config, engine: Engine, head: TargetHead, stop: StopRequest):
-        self.config, self.engine, self.head, self.stop = config, engine, head, stop
+    def __init__(
+        self,
+        config: Config,
+        engine: Engine,
+        embedding: Tensor,
+        head: TrainingHead,
+        stop: StopRequest,
+    ):
+        """embedding: (V, H) of the target."""
+        self.config, self.engine, self.stop = config, engine, stop
+        self.embedding, self.head = embedding, head
         self.weighting = Weighting.from_recipe(config.train, config.drafter.block_size)
 
     def accumulate(
@@ -97,13 +106,13 @@ class Stepper:
     def _loss(self, batch: MicroBatch, share: float, normaliser: float) -> tuple[Tensor, Tensor]:
         drafter = self.config.drafter
         embeddings = block_embeddings(
-            self.head.embedding, batch.anchor_tokens, drafter.mask_token_id, drafter.block_size
+            self.embedding, batch.anchor_tokens, drafter.mask_token_id, drafter.block_size
         )
         hidden = self.engine.forward(batch.features, embeddings, batch.layout)
         return micro_batch_loss(
             hidden,
-            self.head.head,
-            batch,
+            self.head.weight,
+            replace(batch, labels=self.head.labels(batch.labels)),
             self.weighting,
             share,
             normaliser,

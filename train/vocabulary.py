@@ -1,0 +1,42 @@
+"""The rows of the target's head that training's softmax runs over: all of them, or those of the corpus' own tokens.
+
+V vocabulary, R rows kept, H hidden.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from configs.schema import TrainSection
+from data.features import FeatureSet, RowEntry
+
+
+@dataclass(frozen=True, eq=False)
+class TrainingHead:
+    weight: Tensor
+    """(R, H)."""
+    row_of: Tensor | None = None
+    """(V,) int64, the row of a token id; None if every token has its own."""
+
+    def labels(self, token_ids: Tensor) -> Tensor:
+        """Rows of `weight` for token ids of any shape; a token that has none (it is no label) gets row 0."""
+        return token_ids if self.row_of is None else self.row_of[token_ids]
+
+
+def training_head(
+    head: Tensor, features: FeatureSet, entries: Sequence[RowEntry], train: TrainSection
+) -> TrainingHead:
+    """head: (V, H) of the target; entries: the rows trained on, prompts included, whose tokens `corpus` keeps."""
+    if train.vocabulary == "target":
+        return TrainingHead(head)
+    kept = torch.zeros(len(head), dtype=torch.bool)
+    for entry in entries:
+        kept[features.read_input_ids(entry)] = True
+    token_ids = kept.nonzero()[:, 0]
+    row_of = torch.zeros(len(head), dtype=torch.int64)
+    row_of[token_ids] = torch.arange(len(token_ids))
+    return TrainingHead(head[token_ids.to(head.device)], row_of.to(head.device))
