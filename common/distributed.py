@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import datetime
 import os
+import signal
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -47,6 +50,7 @@ def distributed(cpu_threads: int, timeout_s: float = 1800.0) -> Iterator[Ranks]:
         device = torch.device("cpu")
         torch.set_num_threads(cpu_threads)
     if world > 1:
+        _end_with_launcher()
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
             timeout=datetime.timedelta(seconds=timeout_s),
@@ -56,6 +60,17 @@ def distributed(cpu_threads: int, timeout_s: float = 1800.0) -> Iterator[Ranks]:
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
+
+
+def _end_with_launcher() -> None:
+    """Ask Linux for SIGTERM when the launcher dies. A rank has its own session: a killed launcher would leave it running,
+    and the next start of the stage would meet it at the same files."""
+    if sys.platform == "linux":
+        launcher = os.getppid()
+        set_parent_death_signal = 1  # PR_SET_PDEATHSIG
+        ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGTERM)
+        if os.getppid() != launcher:
+            os.kill(os.getpid(), signal.SIGTERM)  # it died in between
 
 
 def sum_over_ranks(values: torch.Tensor) -> torch.Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import hashlib
 import json
 import os
@@ -45,6 +46,23 @@ def remove_leftovers(folder: Path) -> None:
     """Delete what killed writers left aside in `folder`. Call before any writer of this run starts."""
     for leftover in [*folder.glob(".*.tmp"), *folder.glob(".*.old")]:
         _remove(leftover)
+
+
+@contextlib.contextmanager
+def only_writer(folder: Path) -> Iterator[None]:
+    """Hold `folder`'s lock, for a stage whose double work would not be harmless. The lock goes with its process.
+
+    Raises ValueError if another process holds it.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / ".lock").open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise ValueError(
+                f"another process is writing {folder}; wait for it, stop it, or choose another run.output_dir"
+            ) from error
+        yield
 
 
 def write_json(path: Path, value: Any) -> None:

@@ -259,6 +259,9 @@ class TrainSection(Section):
     """Compute dtype of the drafter; fp32 master weights and moments in either case."""
     zero_stage: Literal[0, 1, 2, 3] = 1
     activation_checkpointing: bool = False
+    vocabulary: Literal["target", "corpus"] = "target"
+    """Tokens in training's softmax. corpus: those of the training rows only, a fraction of the cost on a CPU; evaluation
+    always uses all."""
     head_chunk_rows: PositiveInt = 1024
     """Rows of logits alive at once: memory is this times the vocabulary."""
     init_from: str | None = None

@@ -10,6 +10,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from argparse import Namespace
 from collections.abc import Callable
 from pathlib import Path
@@ -20,7 +21,14 @@ import torch
 from common import files, progress
 from common.command import run_command, stage_parser
 from common.distributed import Ranks, distributed, raise_together, sum_over_ranks
-from common.files import atomic_path, read_json, remove_leftovers, sha256_file, write_json
+from common.files import (
+    atomic_path,
+    only_writer,
+    read_json,
+    remove_leftovers,
+    sha256_file,
+    write_json,
+)
 from common.fingerprint import fingerprint, require_equal
 from common.progress import Progress, format_duration
 
@@ -315,3 +323,58 @@ def free_port() -> int:
 def test_ranks_is_main_is_rank_zero() -> None:
     assert Ranks(0, 2, 0, torch.device("cpu")).is_main
     assert not Ranks(1, 2, 1, torch.device("cpu")).is_main
+
+
+def test_a_folder_has_one_writer_and_a_dead_ones_lock_is_gone(tmp_path: Path) -> None:
+    holder = [
+        sys.executable,
+        "-c",
+        "import sys, time, pathlib\n"
+        "from common.files import only_writer\n"
+        "with only_writer(pathlib.Path(sys.argv[1])):\n"
+        "    print('held', flush=True)\n"
+        "    time.sleep(60)\n",
+        str(tmp_path),
+    ]
+    with subprocess.Popen(holder, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "held\n"
+        with pytest.raises(ValueError, match="another process is writing"), only_writer(tmp_path):
+            pass
+        process.kill()
+    with only_writer(tmp_path):
+        pass
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the parent-death signal is Linux's")
+def test_ranks_end_when_their_launcher_is_killed(tmp_path: Path) -> None:
+    script = tmp_path / "rank.py"
+    script.write_text(
+        "import os, pathlib, sys, time\n"
+        "from common.distributed import distributed\n"
+        "with distributed(1) as ranks:\n"
+        "    pathlib.Path(sys.argv[1], f'pid-{ranks.rank}').write_text(str(os.getpid()))\n"
+        "    time.sleep(60)\n"
+    )
+    launcher = subprocess.Popen(
+        [
+            *(sys.executable, "-m", "common.torchrun", "--standalone", "--nproc-per-node", "2"),
+            *(str(script), str(tmp_path)),
+        ],
+        env=os.environ | {"PYTHONPATH": str(Path.cwd())},
+    )
+    pids = [int(read_when_there(tmp_path / f"pid-{rank}")) for rank in range(2)]
+    launcher.kill()
+    launcher.wait()
+    deadline = time.monotonic() + 30
+    while any(Path(f"/proc/{pid}").exists() for pid in pids):
+        assert time.monotonic() < deadline, "ranks outlive their launcher"
+        time.sleep(0.05)
+
+
+def read_when_there(path: Path, timeout_s: float = 60.0) -> str:
+    deadline = time.monotonic() + timeout_s
+    while not path.exists() or not path.read_text():
+        assert time.monotonic() < deadline, f"{path} was not written"
+        time.sleep(0.05)
+    return path.read_text()

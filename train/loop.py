@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from common.distributed import Ranks, barrier, raise_together, sum_over_ranks
-from common.files import write_json
+from common.files import only_writer, write_json
 from common.fingerprint import require_equal
 from common.progress import Progress
 from configs.schema import Config
@@ -53,8 +53,16 @@ def train_drafter(config: Config, ranks: Ranks) -> None:
 
     Raises ValueError or FileNotFoundError, on every rank, if features, settings or checkpoints do not fit the recipe.
     """
+    with contextlib.ExitStack() as held:
+        with raise_together(ranks):
+            inputs = read_inputs(config)
+            if ranks.is_main:
+                held.enter_context(only_writer(inputs.checkpoints.folder))
+        _train(config, ranks, inputs)
+
+
+def _train(config: Config, ranks: Ranks, inputs: Inputs) -> None:
     with raise_together(ranks):
-        inputs = read_inputs(config)
         start = (
             find_start(inputs.checkpoints, inputs.settings, config.train) if ranks.is_main else None
         )
