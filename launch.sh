@@ -56,6 +56,9 @@ setup() {
   echo "$wanted" > "$stamp"
 }
 
+# without a GPU DeepSpeed warns at every import unless it is told
+quiet_without_gpu() { [ "$(num_gpus)" -gt 0 ] || export DS_ACCELERATOR=cpu; }
+
 num_gpus() { { nvidia-smi -L 2>/dev/null || true; } | wc -l; }
 
 # stage MODULE ARGUMENTS...: one process, torchrun, or the deepspeed launcher
@@ -105,6 +108,7 @@ run_tests() {
 module_of() { case $1 in evaluate) echo evaluation ;; plan) echo train.plan ;; *) echo "$1" ;; esac; }
 
 export PYTHONPATH=$PWD PYTHONUNBUFFERED=1 TOKENIZERS_PARALLELISM=false
+quiet_without_gpu
 command=${1:-}; [ $# -gt 0 ] && shift
 case $command in
   "" | help | -h | --help) usage ;;

@@ -14,6 +14,7 @@ from train_runs import make_config
 
 from configs.load import load_config
 from configs.schema import Config
+from data.corpus import CorpusManifest, ShardEntry
 from drafter.config import drafter_config
 from drafter.folder import write_drafter
 from drafter.model import Drafter
@@ -172,3 +173,11 @@ def test_lines_after_the_checkpoint_and_a_torn_one_are_dropped(tmp_path: Path) -
     file.write_text('{"step": 1}\n{"step": 2}\n{"step": 3}\n{"step": 4, "trai')
     drop_lines_after(file, 2)
     assert file.read_text() == '{"step": 1}\n{"step": 2}\n'
+
+
+def test_a_plan_counts_the_finished_corpus_own_training_rows(tmp_path: Path) -> None:
+    config = make_config(tmp_path)
+    shard = ShardEntry("shard-000000.parquet", 10, 1000, 400, "0" * 64)
+    counts = {"total": {"read": 12, "done": {"train": 6, "validation": 1, "test": 3}}}
+    plan = plan_train(config, CorpusManifest({}, [shard], counts))
+    assert plan.num_samples == 6

@@ -164,15 +164,15 @@ def plan_train(config: Config, corpus: CorpusManifest | None = None) -> TrainPla
     data, folder = config.data, config.run.folder / "corpus"
     if corpus is None and manifest_path(folder).is_file():
         corpus = read_corpus_manifest(folder)
-    kept = 1 - data.validation_fraction - data.test_fraction
     if corpus is not None and corpus.num_rows:
         responses = sum(shard.num_response_tokens for shard in corpus.shards)
         return TrainPlan(
             config,
-            round(corpus.num_rows * kept),
+            corpus.counts["total"]["done"]["train"],
             corpus.num_tokens / corpus.num_rows,
             responses / corpus.num_rows,
         )
+    kept = 1 - data.validation_fraction - data.test_fraction
     return TrainPlan(
         config,
         None if data.num_samples is None else round(data.num_samples * kept),
