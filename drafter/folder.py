@@ -78,7 +78,7 @@ def resolve_checkpoint(checkpoints_dir: Path, which: Literal["best", "last"]) ->
     if name is None:
         raise ValueError(
             f"{checkpoints_dir} has no {which!r} checkpoint yet; train until an evaluation "
-            "(train.eval_every) or set export.checkpoint=last"
+            "(train.eval_every), or choose one: export.checkpoint=last, evaluate --drafter FOLDER"
         )
     [entry] = [entry for entry in index["checkpoints"] if entry["folder"] == name]
     for file in (CONFIG_FILE, WEIGHTS_FILE):

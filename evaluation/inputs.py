@@ -7,12 +7,16 @@ from pathlib import Path
 
 import torch
 
-from common.files import sha256_file
 from common.fingerprint import fingerprint, require_equal
 from configs.schema import Config
 from data.features import FeatureSet, open_features
 from drafter.config import DrafterConfig, drafter_config
-from drafter.folder import load_drafter, read_drafter_config, resolve_checkpoint
+from drafter.folder import (
+    drafter_fingerprint,
+    load_drafter,
+    read_drafter_config,
+    resolve_checkpoint,
+)
 from drafter.model import Drafter
 from target.identity import target_identity
 
@@ -31,8 +35,9 @@ class DrafterSource:
 
     def fingerprint(self) -> str:
         """Of configuration and weights."""
-        weights = None if self.folder is None else sha256_file(self.folder / "model.safetensors")
-        return fingerprint([asdict(self.config), self.seed if weights is None else weights])
+        if self.folder is None:
+            return fingerprint([asdict(self.config), self.seed])
+        return drafter_fingerprint(self.folder)
 
     def load(self, device: torch.device, dtype: torch.dtype) -> Drafter:
         """On `device`, without gradients."""
