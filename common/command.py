@@ -40,11 +40,8 @@ def run_command(
         sys.exit(130)
     except (
         ValueError,
-        FileNotFoundError,
-        NotADirectoryError,
-        IsADirectoryError,
-        PermissionError,
-    ) as error:
+        OSError,
+    ) as error:  # OSError: a full disk, a read-only folder, a path that is a file
         if options.debug:
             raise
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr)

@@ -81,6 +81,15 @@ def read_json(path: Path, remedy: str) -> Any:
         raise ValueError(f"{path} is not valid JSON; {remedy}") from error
 
 
+@contextlib.contextmanager
+def fields_of(path: Path, remedy: str) -> Iterator[None]:
+    """For the lines that take a JSON file's value apart: what they miss or find of another kind is one line, a ValueError."""
+    try:
+        yield
+    except (KeyError, TypeError, AttributeError, IndexError) as error:
+        raise ValueError(f"{path} does not hold what it should ({error}); {remedy}") from error
+
+
 def sha256_file(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()

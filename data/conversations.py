@@ -6,12 +6,14 @@ counted later and never an error.
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 import pyarrow.parquet as pq
 
 from common.files import sha256_file
@@ -105,16 +107,16 @@ def _files(source: SourceSection) -> list[Path]:
 
 
 def _jsonl_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    with path.open(encoding="utf-8") as file:
+    with path.open("rb") as file:
         for number, line in enumerate(file, start=1):
             if not line.strip():
                 continue
             where = f"{path}:{number}"
             try:
-                row = json.loads(line)
-            except json.JSONDecodeError as error:
+                row = json.loads(line.decode())
+            except (ValueError, RecursionError) as error:  # no UTF-8, no JSON, a number too long
                 raise ValueError(
-                    f"{where}: not valid JSON ({error.msg}); one JSON object a line is expected"
+                    f"{where}: not valid JSON ({error}); one JSON object a line, in UTF-8, is expected"
                 ) from error
             if not isinstance(row, dict):
                 raise ValueError(f"{where}: expected a JSON object, found {type(row).__name__}")
@@ -123,11 +125,22 @@ def _jsonl_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
 
 def _parquet_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     number = 0
-    with pq.ParquetFile(path) as file:
+    with _named(path), pq.ParquetFile(path) as file:
         for batch in file.iter_batches(1024):
             for row in batch.to_pylist():
                 yield f"{path} row {number}", row
                 number += 1
+
+
+@contextlib.contextmanager
+def _named(path: Path) -> Iterator[None]:
+    """pyarrow does not say which file it cannot read."""
+    try:
+        yield
+    except (pa.ArrowException, OSError) as error:
+        raise ValueError(
+            f"{path} cannot be read: {error}; fetch it again or correct the path"
+        ) from error
 
 
 def _dataset_rows(source: SourceSection) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -157,6 +170,7 @@ def _messages_of(row: dict[str, Any], where: str, source: SourceSection) -> tupl
         prompt = row.get(source.prompt_column)
         if not isinstance(prompt, str):
             raise _shape_error(where, source, f"no text in column {source.prompt_column!r}", row)
+        _require_unicode(prompt, where)
         return ({"role": "user", "content": prompt},)
     column = source.messages_column
     if column not in row and column == "messages":
@@ -192,10 +206,21 @@ def _message_of(turn: Any, where: str, source: SourceSection) -> Message:
         content = _joined_parts(content)
     if not isinstance(role, str) or not isinstance(content, str):
         raise _shape_error(where, source, "a turn is not {role, content} with text", turn)
+    _require_unicode(content, where)
     role = _ROLES.get(role, role)
     if role not in _KNOWN_ROLES:
         raise _shape_error(where, source, f"unknown role {role!r}", turn)
     return {"role": role, "content": content, **given}
+
+
+def _require_unicode(text: str, where: str) -> None:
+    """JSON can spell half a surrogate pair, which no tokenizer takes."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(
+            f"{where}: its text is no Unicode ({error}); correct or remove the row"
+        ) from error
 
 
 def _joined_parts(parts: list[dict[str, Any]]) -> str | None:

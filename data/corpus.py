@@ -22,7 +22,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from common.files import atomic_path, read_json, sha256_file, write_json
+from common.files import atomic_path, fields_of, read_json, sha256_file, write_json
 from common.fingerprint import fingerprint
 
 Split = Literal["train", "validation", "test"]
@@ -149,8 +149,9 @@ def read_corpus_manifest(folder: Path) -> CorpusManifest:
         or found.get("version") != VERSION
     ):
         raise ValueError(f"{path} is not a {FORMAT} version {VERSION} manifest; {REMEDY}")
-    shards = [ShardEntry(**shard) for shard in found["shards"]]
-    return CorpusManifest(found["settings"], shards, found["counts"])
+    with fields_of(path, REMEDY):
+        shards = [ShardEntry(**shard) for shard in found["shards"]]
+        return CorpusManifest(dict(found["settings"]), shards, dict(found["counts"]))
 
 
 def iter_corpus(folder: Path, manifest: CorpusManifest) -> Iterator[CorpusRow]:

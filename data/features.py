@@ -16,7 +16,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from torch import Tensor
 
-from common.files import read_json, sha256_file
+from common.files import fields_of, read_json, sha256_file
 from common.progress import Progress
 from data.feature_shards import (
     FeatureLayout,
@@ -99,15 +99,13 @@ def read_feature_manifest(folder: Path) -> FeatureManifest:
         VERSION,
     ):
         raise ValueError(f"{path} is no {FORMAT} manifest of version {VERSION}; {REMEDY}")
-    try:
+    with fields_of(path, REMEDY):
         return FeatureManifest(
             settings=value["settings"],
             shards=[ShardEntry(**shard) for shard in value["shards"]],
             quarantined=[QuarantinedRow(**row) for row in value["quarantined"]],
             head=HeadEntry(**value["head"]),
         )
-    except (KeyError, TypeError) as error:
-        raise ValueError(f"{path} does not hold what it should ({error}); {REMEDY}") from error
 
 
 def wrong_files(folder: Path, manifest: FeatureManifest) -> list[str]:
@@ -134,13 +132,21 @@ class FeatureSet:
         self.layout = FeatureLayout(
             manifest.settings["codec"], len(self.target_layer_ids), self.hidden_size
         )
-        self.head_path = folder / manifest.head.file
+        self._head = manifest.head
         self.entries = [
             RowEntry(**row, shard=shard.file, row=index)
             for shard in manifest.shards
             for index, row in enumerate(shard.rows)
         ]
         self._open: OrderedDict[str, pq.ParquetFile] = OrderedDict()
+
+    def checked_head(self) -> Path:
+        """The file of the target's embedding and head, read through and compared with its sum: every loss and every
+        acceptance goes through these numbers. Raises ValueError."""
+        path = self.folder / self._head.file
+        if sha256_file(path) != self._head.sha256:
+            raise ValueError(f"{path} differs from its sum in the manifest; {REPAIR}")
+        return path
 
     def of_split(self, split: str) -> list[RowEntry]:
         """Entries of `train`, `validation` or `test`, in corpus order."""
@@ -187,7 +193,8 @@ def open_features(folder: Path) -> FeatureSet:
     manifest = read_feature_manifest(folder)
     if wrong := wrong_files(folder, manifest):
         raise ValueError(f"features in {folder}: {_first(wrong)}; {REPAIR}")
-    return FeatureSet(folder, manifest)
+    with fields_of(manifest_path(folder), REMEDY):
+        return FeatureSet(folder, manifest)
 
 
 def verify_features(folder: Path) -> int:

@@ -17,7 +17,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from common.files import atomic_path, read_json, sha256_file, write_json
+from common.files import atomic_path, fields_of, read_json, sha256_file, write_json
 from common.fingerprint import fingerprint
 from data.prompts import Prompt, Selection, SourceCounts
 
@@ -104,12 +104,14 @@ def write_plan(
 
 
 def read_plan(folder: Path) -> Plan:
-    found = read_json(plan_path(folder), f"remove {folder.parent} and run the data stage again")
-    counts = {
-        name: SourceCounts(c["read"], Counter(c["done"]), Counter(c["rejected"]))
-        for name, c in found["counts"].items()
-    }
-    return Plan(folder, found["settings"], found["prompts_sha256"], found["chunk_size"], counts)
+    remedy = f"remove {folder.parent} and run the data stage again"
+    found = read_json(plan_path(folder), remedy)
+    with fields_of(plan_path(folder), remedy):
+        counts = {
+            name: SourceCounts(c["read"], Counter(c["done"]), Counter(c["rejected"]))
+            for name, c in found["counts"].items()
+        }
+        return Plan(folder, found["settings"], found["prompts_sha256"], found["chunk_size"], counts)
 
 
 def _record(prompt: Prompt) -> dict[str, Any]:

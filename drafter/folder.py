@@ -14,7 +14,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from common.files import atomic_path, read_json, sha256_file, write_json
+from common.files import atomic_path, fields_of, read_json, sha256_file, write_json
 from common.fingerprint import fingerprint
 from drafter.config import DrafterConfig
 from drafter.config_json import DTYPE_NAMES, config_json, parse_config_json
@@ -73,16 +73,21 @@ def resolve_checkpoint(checkpoints_dir: Path, which: Literal["best", "last"]) ->
 
     A folder that is there but not listed was never finished. Raises ValueError or FileNotFoundError in one line.
     """
-    index = read_json(checkpoints_dir / "index.json", "train first: ./launch.sh train CONFIG")
-    name = index[which]
+    path = checkpoints_dir / "index.json"
+    remedy = "train first: ./launch.sh train CONFIG"
+    index = read_json(path, remedy)
+    with fields_of(path, remedy):
+        name = index[which]
+        sums = {entry["folder"]: entry["sha256"] for entry in index["checkpoints"]}
     if name is None:
         raise ValueError(
             f"{checkpoints_dir} has no {which!r} checkpoint yet; train until an evaluation "
             "(train.eval_every), or choose one: export.checkpoint=last, evaluate --drafter FOLDER"
         )
-    [entry] = [entry for entry in index["checkpoints"] if entry["folder"] == name]
     for file in (CONFIG_FILE, WEIGHTS_FILE):
-        _require_sum(checkpoints_dir / name / file, entry["sha256"][file])
+        with fields_of(path, remedy):
+            wanted = sums[name][file]
+        _require_sum(checkpoints_dir / name / file, wanted)
     return checkpoints_dir / name
 
 

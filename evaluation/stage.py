@@ -109,7 +109,7 @@ def run_evaluation(work: Work) -> dict[str, Any] | None:
 
 
 def _replay(work: Work, drafter: Drafter, dtype: torch.dtype) -> None:
-    head = load_target_head(work.features.head_path, work.ranks.device, dtype)
+    head = load_target_head(work.features.checked_head(), work.ranks.device, dtype)
 
     def make(entry: RowEntry) -> dict[str, Any]:
         return replay_to_json(replay_row(drafter, head, work.features.read(entry), work.options))

@@ -73,7 +73,7 @@ def verify_export(job: VerifyJob) -> Verification:
     master = load_drafter(job.checkpoint, device, torch.float32)
     rounded = load_drafter(job.checkpoint, device, torch.bfloat16).float()
     features = open_features(job.features)
-    head = load_target_head(features.head_path, device, torch.float32)
+    head = load_target_head(features.checked_head(), device, torch.float32)
     check_head(head, exported)
     sums = _Sums()
     for row in _rows(features, job.num_rows):

@@ -45,6 +45,7 @@ from extract.work import (
     plan_work,
     read_records,
     require_few,
+    require_same_start,
     shard_name,
     write_record,
 )
@@ -87,6 +88,7 @@ def run_extract(config: Config, ranks: Ranks, ignore_disk: bool = False) -> None
         target = load_target(config.target, ranks.device)
         tap_rms = _check_target(config, work, target)
         if ranks.is_main:
+            open_work(work)
             save_target_head(work.folder / HEAD_FILE, target)
     num_shards = _extract_all(config, work, target, tap_rms, ranks)
     _wait_for_all()
@@ -103,7 +105,7 @@ def _begin(config: Config, work: ExtractWork, ignore_disk: bool) -> None:
         logger.info("%s", line)
     work.folder.mkdir(parents=True, exist_ok=True)
     remove_leftovers(work.folder)
-    open_work(work)
+    require_same_start(work)
 
 
 def _check_target(config: Config, work: ExtractWork, target: Target) -> torch.Tensor:

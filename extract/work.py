@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from common.files import read_json, sha256_file, write_json
+from common.files import fields_of, read_json, sha256_file, write_json
 from common.fingerprint import fingerprint, require_equal
 from configs.schema import Config
 from data.corpus import CorpusManifest, read_corpus_manifest
@@ -107,13 +107,19 @@ def is_complete(work: ExtractWork) -> bool:
     return not wrong_files(work.folder, manifest)
 
 
-def open_work(work: ExtractWork) -> None:
-    """Main rank, before any shard: refuse other settings, and turn a manifest with missing files into sidecars again."""
+def require_same_start(work: ExtractWork) -> None:
+    """Raises ValueError if the folder holds an extraction begun with other settings."""
     started = _started_path(work.folder)
     if started.is_file():
         found = read_json(started, REMEDY)
-        require_equal(f"the extraction begun in {work.folder}", found, work.settings, REMEDY)
-    write_json(started, work.settings)
+        with fields_of(started, REMEDY):
+            require_equal(f"the extraction begun in {work.folder}", found, work.settings, REMEDY)
+
+
+def open_work(work: ExtractWork) -> None:
+    """Main rank, before any shard and once the target is known to fit: a slip in the recipe must not leave a folder that
+    refuses its correction. Turns a manifest with missing files into sidecars again."""
+    write_json(_started_path(work.folder), work.settings)
     if not manifest_path(work.folder).is_file():
         return
     manifest = read_feature_manifest(work.folder)
@@ -187,11 +193,12 @@ def require_few(
 
 def _read_record(work: ExtractWork, path: Path) -> ShardRecord | None:
     value = read_json(path, "remove it")  # sidecars are written atomically: never half
-    if value["settings"] != work.fingerprint:
-        return None
-    return ShardRecord(
-        ShardEntry(**value["shard"]), [QuarantinedRow(**row) for row in value["quarantined"]]
-    )
+    with fields_of(path, "remove it"):
+        if value["settings"] != work.fingerprint:
+            return None
+        return ShardRecord(
+            ShardEntry(**value["shard"]), [QuarantinedRow(**row) for row in value["quarantined"]]
+        )
 
 
 def _sidecar(folder: Path, shard: str) -> Path:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -38,10 +39,13 @@ def save_target_head(path: Path, target: Target) -> None:
 
 def load_target_head(path: Path, device: torch.device | str, dtype: torch.dtype) -> TargetHead:
     """Raises FileNotFoundError or ValueError naming the file and the remedy."""
-    remedy = "run the extract stage again, which writes it"
+    remedy = "delete it and run the extract stage again, which writes it"
     if not path.is_file():
         raise FileNotFoundError(f"{path} is missing; {remedy}")
-    tensors = load_file(path)
+    try:
+        tensors = load_file(path)
+    except SafetensorError as error:
+        raise ValueError(f"{path} is damaged or cut short ({error}); {remedy}") from error
     if _EMBEDDING not in tensors or not tensors.keys() <= {_EMBEDDING, _HEAD}:
         raise ValueError(f"{path} holds {sorted(tensors)}, expected {_EMBEDDING}; {remedy}")
     embedding = tensors[_EMBEDDING].to(device, dtype)

@@ -52,7 +52,12 @@ def _weights_hash(section: TargetSection, folder: Path) -> str:
         )
     digest = hashlib.sha256()
     for path in files:
-        _add_file(digest, path)
+        try:
+            _add_file(digest, path)
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ValueError(
+                f"target.model={section.model}: {path} is no safetensors file ({error}); fetch it again"
+            ) from error
     return digest.hexdigest()
 
 
@@ -60,6 +65,8 @@ def _add_file(digest: hashlib._Hash, path: Path) -> None:
     """Format: 8 bytes little-endian header length, JSON header with `data_offsets` of each tensor, data."""
     with path.open("rb") as file:
         header_bytes = int.from_bytes(file.read(8), "little")
+        if header_bytes > path.stat().st_size:
+            raise ValueError("it is cut short")
         header = file.read(header_bytes)
         digest.update(path.name.encode())
         digest.update(header)

@@ -5,9 +5,10 @@ Shapes: V vocabulary, H hidden.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from typing import Any
 import huggingface_hub
 import torch
 from huggingface_hub.errors import HFValidationError
+from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import (
     AutoConfig,
@@ -24,7 +26,7 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
-from transformers.utils.logging import disable_progress_bar
+from transformers.utils.logging import disable_progress_bar, set_verbosity_error
 
 from configs.schema import TargetSection
 
@@ -93,18 +95,25 @@ def load_target(
     not what the YAML says or its family cannot be served with a drafter.
     """
     folder = target_folder(section)
-    config = AutoConfig.from_pretrained(folder)
+    with _loading(section):
+        config = AutoConfig.from_pretrained(folder)
     text_config = config.get_text_config()
     _check_sizes(section, text_config)
     _check_family(section, text_config)
     disable_progress_bar()
-    model = AutoModelForCausalLM.from_pretrained(
-        folder,
-        dtype=getattr(torch, dtype or section.dtype),
-        attn_implementation=attention or section.attention,
-        use_safetensors=True,
-        device_map=section.device_map,
-    )
+    set_verbosity_error()  # its table of missing tensors: _require_every_tensor says it
+    with _loading(section):
+        found: Any = AutoModelForCausalLM.from_pretrained(  # its stubs know no pair
+            folder,
+            dtype=getattr(torch, dtype or section.dtype),
+            attn_implementation=attention or section.attention,
+            use_safetensors=True,
+            device_map=section.device_map,
+            ignore_mismatched_sizes=True,
+            output_loading_info=True,
+        )
+    model: PreTrainedModel = found[0]
+    _require_every_tensor(section, found[1])
     if section.device_map is None:
         nn.Module.to(model, torch.device(device))
     model.eval().requires_grad_(False)
@@ -126,7 +135,8 @@ def load_target(
 
 def load_tokenizer(section: TargetSection) -> PreTrainedTokenizerBase:
     """The target's tokenizer. Raises ValueError if it has no chat template."""
-    tokenizer = AutoTokenizer.from_pretrained(target_folder(section))
+    with _loading(section):
+        tokenizer = AutoTokenizer.from_pretrained(target_folder(section))
     if tokenizer.chat_template is None:
         raise ValueError(
             f"target.model={section.model}: its tokenizer has no chat_template; use an instruction-tuned model or put a "
@@ -171,6 +181,33 @@ def layer_types(text_config: PreTrainedConfig) -> tuple[str, ...]:
     return (kind,) * values["num_hidden_layers"]
 
 
+@contextlib.contextmanager
+def _loading(section: TargetSection) -> Iterator[None]:
+    """transformers raises many kinds for a folder or a setting it cannot use, without naming either; here they are one."""
+    try:
+        yield
+    except (OSError, ValueError, TypeError, ImportError, SafetensorError) as error:
+        raise ValueError(
+            f"target.model={section.model} cannot be loaded: {error}; fetch or convert it again, or correct "
+            "target.attention, target.device_map"
+        ) from error
+
+
+def _require_every_tensor(section: TargetSection, loaded: Mapping[str, Any]) -> None:
+    """What a checkpoint lacks is drawn at random by transformers: labels and features of another model."""
+    absent = [f"{name} is missing" for name in loaded["missing_keys"]]
+    absent += [
+        f"{name} is {tuple(found)}, not {tuple(wanted)}"
+        for name, found, wanted in loaded["mismatched_keys"]
+    ]
+    if absent:
+        more = f" (and {len(absent) - 1} more)" if len(absent) > 1 else ""
+        raise ValueError(
+            f"target.model={section.model}: {min(absent)}{more}; its weights are not those of its config.json, fetch it "
+            "again"
+        )
+
+
 def _check_sizes(section: TargetSection, text_config: PreTrainedConfig) -> None:
     found = {
         "hidden_size": text_config.hidden_size,
@@ -202,6 +239,10 @@ def _check_ends(section: TargetSection, target: Target) -> None:
     Whatever a family calls its scalings, this sees them. Also catches heads and embeddings that were never loaded.
     """
     for name, weight in (("embedding", target.embed_tokens), ("head", target.lm_head)):
+        if not weight.isfinite().all():
+            raise ValueError(
+                f"target.model={section.model}: its {name} holds NaN or infinity; the checkpoint is damaged, fetch it again"
+            )
         if weight.shape != (target.vocab_size, target.hidden_size) or not weight.any():
             raise ValueError(
                 f"target.model={section.model}: its {name} is {tuple(weight.shape)} or all zero, expected non-zero "
@@ -218,6 +259,11 @@ def _check_ends(section: TargetSection, target: Target) -> None:
     finally:
         hook.remove()
     logits = target.model(input_ids=ids, use_cache=False).logits.float()
+    if not logits.isfinite().all():
+        raise ValueError(
+            f"target.model={section.model} gives logits that are not finite in {target.dtype}; its weights are damaged, "
+            "fetch it again (or its numbers need target.dtype=float32)"
+        )
     own = nn.functional.linear(hidden.to(target.lm_head.device), target.lm_head).float()
     embedded = target.embed_tokens[ids].to(entered[0].device)
     # bf16 rounds at 2^-8; a scaled embedding or head is off by far more than 5 %

@@ -23,6 +23,7 @@ from common.command import run_command, stage_parser
 from common.distributed import Ranks, distributed, raise_together, sum_over_ranks
 from common.files import (
     atomic_path,
+    fields_of,
     only_writer,
     read_json,
     remove_leftovers,
@@ -134,6 +135,15 @@ def test_json_that_cannot_be_read_ends_with_the_remedy(tmp_path: Path) -> None:
             read_json(tmp_path / "bad", "run extract")
 
 
+def test_a_json_file_of_another_content_ends_with_the_remedy(tmp_path: Path) -> None:
+    for value in ({}, [], 3, None, {"a": None}):
+        with (
+            pytest.raises(ValueError, match=r"x does not hold what it should .*; run extract"),
+            fields_of(tmp_path / "x", "run extract"),
+        ):
+            dict(value["a"])  # type: ignore[index, arg-type]
+
+
 def test_sha256_is_the_known_one(tmp_path: Path) -> None:
     (tmp_path / "abc").write_bytes(b"abc")
     assert sha256_file(tmp_path / "abc").startswith("ba7816bf8f01cfea414140de5dae2223")
@@ -225,6 +235,7 @@ def failing(error: BaseException) -> Callable[[Namespace], None]:
     [
         (ValueError("train.steps=0:\n   use 1"), 2, "error: train.steps=0: use 1\n"),
         (FileNotFoundError("no config x"), 2, "error: no config x\n"),
+        (OSError(28, "No space left", "x"), 2, "error: [Errno 28] No space left: 'x'\n"),
         (KeyboardInterrupt(), 130, "stopped; the same command continues where it was\n"),
     ],
 )

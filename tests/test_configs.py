@@ -66,6 +66,8 @@ def test_a_config_cannot_be_changed() -> None:
 
 
 MISTAKES = [
+    (["train.learning_rate=.inf"], r"train\.learning_rate: .*finite"),
+    (["evaluation.temperatures=[.nan]"], r"evaluation\.temperatures\.0: .*"),
     # unknown keys name the nearest valid one, at any depth
     (["train.learning_rat=1"], "unknown key 'train.learning_rat'; did you mean 'learning_rate'"),
     (["trian.steps=1"], "unknown key 'trian'; did you mean 'train'"),
@@ -131,12 +133,17 @@ def test_two_sources_of_one_name_are_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "message"),
-    [("a: [1", "not valid YAML"), ("", "found NoneType"), ("- 1\n", "found list")],
+    ("content", "message"),
+    [
+        (b"a: [1", "not valid YAML"),
+        (b"a: \xff", r"x\.yaml is not valid YAML"),
+        (b"", "found NoneType"),
+        (b"- 1\n", "found list"),
+    ],
 )
-def test_a_file_that_is_no_recipe(tmp_path: Path, text: str, message: str) -> None:
+def test_a_file_that_is_no_recipe(tmp_path: Path, content: bytes, message: str) -> None:
     path = tmp_path / "x.yaml"
-    path.write_text(text)
+    path.write_bytes(content)
     with pytest.raises(ValueError, match=message) as caught:
         load_config(path)
     assert "\n" not in str(caught.value)

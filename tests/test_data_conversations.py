@@ -139,3 +139,33 @@ def test_a_template_that_is_not_prefix_stable_is_refused(tiny_target):
     user, answer = {"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo"}
     with pytest.raises(ValueError, match="rows:7: the chat template is not prefix-stable"):
         template.response_ids([user], answer, "rows:7")
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        b'{"prompt": "\xe9"}',
+        b"\xff\xfe",
+        b"[" * 100_000,
+        b'{"prompt": ' + b"9" * 5000 + b"}",
+        b'\xef\xbb\xbf{"prompt": "x"}',
+        rb'{"prompt": "\ud800"}',
+        rb'{"messages": [{"role": "user", "content": "half \ud800"}]}',
+    ],
+    ids=["latin-1", "binary", "deep", "long number", "BOM", "surrogate", "surrogate in a turn"],
+)
+def test_a_line_that_is_no_json_text_is_named(tmp_path, line):
+    (tmp_path / "x.jsonl").write_bytes(b'{"prompt": "fine"}\n' + line + b"\n")
+    column = None if b"messages" in line else "prompt"
+    if column is None:
+        (tmp_path / "x.jsonl").write_bytes(b"\n" + line + b"\n")
+    with pytest.raises(ValueError, match=r"x\.jsonl:2: ") as error:
+        read(tmp_path / "x.jsonl", prompt_column=column)
+    assert "\n" not in str(error.value)
+
+
+def test_a_parquet_file_that_is_none_is_named(tmp_path):
+    for content in (b"", b"PAR1garbage", b"PAR1" * 10):
+        (tmp_path / "x.parquet").write_bytes(content)
+        with pytest.raises(ValueError, match=r"x\.parquet cannot be read"):
+            read(tmp_path / "x.parquet", kind="parquet")

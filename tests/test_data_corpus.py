@@ -93,3 +93,18 @@ def test_an_unfinished_or_foreign_folder_is_refused(tmp_path):
     (tmp_path / "manifest.json").write_text('{"format": "dflash-features", "version": 1}')
     with pytest.raises(ValueError, match="not a dflash-corpus version 1 manifest"):
         read_corpus_manifest(tmp_path)
+
+
+@pytest.mark.parametrize("key", ["settings", "shards", "counts"])
+@pytest.mark.parametrize("value", [None, 3, [3]])
+def test_a_manifest_of_another_content_is_refused(tmp_path, key, value):
+    two_shards(tmp_path)
+    path = tmp_path / "manifest.json"
+    manifest = json.loads(path.read_text())
+    path.write_text(json.dumps({**manifest, key: value}))
+    with pytest.raises(ValueError, match=r"manifest\.json does not hold.*run the data stage"):
+        read_corpus_manifest(tmp_path)
+    del manifest[key]
+    path.write_text(json.dumps(manifest))
+    with pytest.raises(ValueError, match=key):
+        read_corpus_manifest(tmp_path)

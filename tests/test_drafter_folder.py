@@ -271,6 +271,17 @@ def test_checkpoints_are_found_by_the_index_only(tmp_path):
         resolve_checkpoint(tmp_path, "best")
 
 
+@pytest.mark.parametrize(
+    "index",
+    [[], {}, {"last": "step-1"}, {"last": "step-1", "checkpoints": 3},
+     {"last": "step-1", "checkpoints": [{}]}, {"last": "step-1", "checkpoints": []}],
+)  # fmt: skip
+def test_an_index_of_another_content_is_one_line(tmp_path, index):
+    write_json(tmp_path / "index.json", index)
+    with pytest.raises(ValueError, match=r"index\.json does not hold.*train first"):
+        resolve_checkpoint(tmp_path, "last")
+
+
 def test_a_damaged_checkpoint_is_named(tmp_path):
     checkpoints(tmp_path)
     with (tmp_path / "step-00000800" / "model.safetensors").open("r+b") as file:

@@ -379,3 +379,12 @@ def test_the_parity_gate_passes_greedy_answers_and_stops_on_anything_else(
     with pytest.raises(ValueError, match=r"extract\.min_greedy_match=0\.95.*run data again"):
         run_extract(config, ONE)
     assert not manifest_path(features_of(config)).exists()
+
+
+def test_a_slip_in_the_recipe_does_not_refuse_its_correction(make_run):
+    config = make_run(make_rows(8))
+    target = config.target.model_copy(update={"num_layers": 7})
+    with pytest.raises(ValueError, match=r"target\.num_layers=7"):
+        run_extract(config.model_copy(update={"target": target}), ONE)
+    assert not list(features_of(config).iterdir())
+    run_extract(config, ONE)

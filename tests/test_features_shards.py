@@ -1,5 +1,6 @@
 """Feature shards on disk: what was written is read, equal rows are equal bytes, damage is named."""
 
+import json
 from dataclasses import replace
 
 import pyarrow.parquet as pq
@@ -234,3 +235,31 @@ def test_no_manifest_and_other_manifests_say_what_to_do(tmp_path):
     write_json(manifest_path(tmp_path), {"format": "dflash-features", "version": 1})
     with pytest.raises(ValueError, match="settings"):
         open_features(tmp_path)
+
+
+def test_a_manifest_with_other_fields_says_what_to_do(tmp_path):
+    folder = tmp_path / "features"
+    write_set(folder, "bf16")
+    whole = json.loads(manifest_path(folder).read_text())
+    shard = whole["shards"][0]
+    for changed in (
+        {"settings": {}},
+        {"shards": [{**shard, "rows": None}]},
+        {"shards": [{**shard, "rows": [{}]}]},
+        {"head": None},
+    ):
+        write_json(manifest_path(folder), whole | changed)
+        with pytest.raises(ValueError, match=r"manifest\.json does not hold.*launch\.sh extract"):
+            open_features(folder)
+
+
+def test_the_targets_head_is_read_through_before_use(tmp_path):
+    folder = tmp_path / "features"
+    write_set(folder, "bf16")
+    path = open_features(folder).checked_head()
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+    features = open_features(folder)
+    with pytest.raises(ValueError, match=f"{path.name} differs from its sum.*delete it"):
+        features.checked_head()

@@ -338,3 +338,78 @@ def test_a_kill_while_the_target_is_made_leaves_no_folder(
 def write_half_and_die(folder: Path, *_: object) -> None:
     (folder / "config.json").write_text("{")
     os.kill(os.getpid(), signal.SIGKILL)
+
+
+DAMAGES: dict[str, tuple[Callable[[dict[str, torch.Tensor]], object], str]] = {
+    "a layer lacks a tensor": (
+        lambda tensors: tensors.pop("model.layers.2.mlp.up_proj.weight"),
+        r"model\.layers\.2\.mlp\.up_proj\.weight is missing",
+    ),
+    "the embedding is missing": (
+        lambda tensors: tensors.pop("model.embed_tokens.weight"),
+        r"(embed_tokens|lm_head)\.weight is missing",  # whichever of a tied pair
+    ),
+    "a tensor of another shape": (
+        lambda tensors: tensors.update({"model.norm.weight": torch.ones(63)}),
+        r"model\.norm\.weight is \(63,\), not \(64,\)",
+    ),
+    "a layer of NaN": (
+        lambda tensors: tensors["model.layers.5.mlp.up_proj.weight"].fill_(torch.nan),
+        "not finite",
+    ),
+    "an embedding with NaN": (
+        lambda tensors: tensors["model.embed_tokens.weight"][77].fill_(torch.nan),
+        "embedding holds NaN",
+    ),
+}
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_weights_that_are_not_whole_are_refused(
+    tiny_config: MakeConfig, tmp_path: Path, family: str, damage: str
+) -> None:
+    """transformers fills what is missing with random numbers and says so in a table that scrolls by."""
+    section = copy_of(tiny_config(family), tmp_path / "t")
+    edit, message = DAMAGES[damage]
+    edit_weights(section, edit)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=message) as caught:
+        load_target(section, "cpu")
+    assert "fetch it again" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("file", "content"),
+    [
+        ("config.json", b"{"),
+        ("config.json", b"[]"),
+        ("config.json", b"{}"),
+        ("config.json", None),
+        ("tokenizer.json", b"{"),
+        ("tokenizer.json", None),
+        ("model.safetensors", b"\x08\0\0\0\0\0\0\0{}"),
+        ("model.safetensors", b""),
+        ("model.safetensors", b"{" * 20),
+        ("model.safetensors", None),
+    ],
+)
+def test_a_damaged_file_is_one_kind_of_error_that_names_the_target(
+    tiny_config: MakeConfig, tmp_path: Path, file: str, content: bytes | None
+) -> None:
+    section = copy_of(tiny_config(), tmp_path / "t")
+    (tmp_path / "t" / file).unlink()
+    if content is not None:
+        (tmp_path / "t" / file).write_bytes(content)
+    with pytest.raises((ValueError, FileNotFoundError), match=f"target.model={section.model}"):
+        load_target(section, "cpu")
+    if content == b"" or content == b"{" * 20:
+        with pytest.raises((ValueError, FileNotFoundError), match=f"target.model={section.model}"):
+            target_identity(section)
+
+
+def test_a_head_file_cut_short_says_what_to_do(tiny_target: MakeTarget, tmp_path: Path) -> None:
+    path = tmp_path / "head.safetensors"
+    save_target_head(path, tiny_target())
+    path.write_bytes(path.read_bytes()[:-100])
+    with pytest.raises(ValueError, match=r"cut short.*delete it and run the extract stage again"):
+        load_target_head(path, "cpu", torch.float32)

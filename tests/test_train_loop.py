@@ -10,10 +10,11 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from train_runs import (
     ONE_RANK,
     killed_after_saving,
@@ -28,6 +29,7 @@ from common.files import read_json
 from configs.load import load_config
 from configs.schema import Config
 from drafter.folder import read_drafter_config, resolve_checkpoint
+from target.head import TargetHead, load_target_head
 from train.checkpoint import Checkpoints
 from train.engine import join_process_group
 from train.loop import train_drafter
@@ -107,7 +109,7 @@ def test_a_kill_while_saving_leaves_the_checkpoint_before(
     (folder / "step-00000008" / "model.safetensors").write_bytes(b"whole, but not listed")
     train_drafter(config, ONE_RANK)
     assert read_curve(config.run.folder) == read_curve(whole.run.folder)
-    assert not list(folder.glob(".*"))
+    assert [path.name for path in folder.glob(".*")] == [".lock"]
 
 
 def test_a_damaged_checkpoint_is_passed_over_and_named(
@@ -125,6 +127,15 @@ def test_a_damaged_checkpoint_is_passed_over_and_named(
     train_drafter(config, ONE_RANK)
     assert "optimizer.safetensors differs from its sha256" in caplog.text
     assert read_curve(config.run.folder) == read_curve(whole.run.folder)
+
+
+def test_without_a_whole_checkpoint_nothing_is_overwritten(tmp_path: Path) -> None:
+    config = make_config(tmp_path)
+    train_drafter(config, ONE_RANK)
+    for file in checkpoints(config).folder.glob("step-*/model.safetensors"):
+        file.write_bytes(b"")
+    with pytest.raises(ValueError, match=r"no checkpoint in .* is whole"):
+        train_drafter(config, ONE_RANK)
 
 
 def test_a_finished_run_stays_as_it_is(tmp_path: Path) -> None:
@@ -194,15 +205,20 @@ def test_cosine_is_not_continued_with_other_steps(tmp_path: Path) -> None:
         train_drafter(other, ONE_RANK)
 
 
-def test_a_loss_that_is_not_finite_stops_before_the_optimizer(tmp_path: Path) -> None:
+def test_a_loss_that_is_not_finite_stops_before_the_optimizer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     config = make_config(tmp_path)
     with killed_after_saving(4):
         train_drafter(config, ONE_RANK)
     newest = (config.run.folder / "checkpoints" / "index.json").read_bytes()
-    head = config.run.folder / "features" / "target_head.safetensors"
-    tensors = load_file(head)
-    tensors["embed_tokens.weight"][3, 0] = math.nan
-    save_file(tensors, head)
+
+    def poisoned(*arguments: Any) -> TargetHead:
+        head = load_target_head(*arguments)
+        head.embedding[3, 0] = math.nan
+        return head
+
+    monkeypatch.setattr("train.loop.load_target_head", poisoned)
     with pytest.raises(ValueError, match="step 5 is not finite") as caught:
         train_drafter(config, ONE_RANK)
     file = config.run.folder / "logs" / "not-finite-step-5.json"

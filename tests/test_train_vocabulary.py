@@ -17,7 +17,7 @@ def test_corpus_keeps_exactly_the_rows_tokens_and_their_own_head_rows(tmp_path: 
     features = open_features(config.run.folder / "features")
     entries = features.of_split("train")[:3]
     seen = sorted({int(i) for entry in entries for i in features.read(entry).input_ids})
-    head = load_target_head(features.head_path, "cpu", torch.float32).head
+    head = load_target_head(features.checked_head(), "cpu", torch.float32).head
     train = config.train.model_copy(update={"vocabulary": "corpus"})
     kept = training_head(head, features, entries, train)
     assert len(kept.weight) == len(seen) < len(head)
@@ -28,7 +28,7 @@ def test_corpus_keeps_exactly_the_rows_tokens_and_their_own_head_rows(tmp_path: 
 def test_target_keeps_the_whole_head(tmp_path: Path) -> None:
     config = make_config(tmp_path)
     features = open_features(config.run.folder / "features")
-    head = load_target_head(features.head_path, "cpu", torch.float32).head
+    head = load_target_head(features.checked_head(), "cpu", torch.float32).head
     kept = training_head(head, features, features.of_split("train"), config.train)
     tokens = torch.arange(len(head))
     assert kept.weight is head

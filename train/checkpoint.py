@@ -20,7 +20,14 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from common.distributed import Ranks, raise_together
-from common.files import atomic_path, read_json, remove_leftovers, sha256_file, write_json
+from common.files import (
+    atomic_path,
+    fields_of,
+    read_json,
+    remove_leftovers,
+    sha256_file,
+    write_json,
+)
 from drafter.folder import CONFIG_FILE, WEIGHTS_FILE, write_drafter
 from train.engine import Engine
 from train.full_state import MOMENTS, FullParameter, read_full_state, write_full_state
@@ -72,10 +79,8 @@ class Checkpoints:
         if not path.exists():
             return []
         value = read_json(path, REMEDY)
-        try:
+        with fields_of(path, REMEDY):
             return [IndexEntry(**entry) for entry in value["checkpoints"]]
-        except (KeyError, TypeError) as error:
-            raise ValueError(f"{path} does not hold checkpoints ({error}); {REMEDY}") from error
 
     def whole_entries(self) -> Iterator[IndexEntry]:
         """Newest first; a damaged one is named and passed over. Sums are checked as an entry is reached."""
@@ -90,10 +95,8 @@ class Checkpoints:
         """The state and the settings of the run that wrote it."""
         path = self.folder / entry.folder / STATE_FILE
         value = read_json(path, REMEDY)
-        try:
-            return TrainState(**value["state"]), value["settings"]
-        except (KeyError, TypeError) as error:
-            raise ValueError(f"{path} is no state of this version ({error}); {REMEDY}") from error
+        with fields_of(path, REMEDY):
+            return TrainState(**value["state"]), dict(value["settings"])
 
     def restore(self, entry: IndexEntry, engine: Engine) -> None:
         """Weights and moments into the engine, on every rank."""

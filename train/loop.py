@@ -74,7 +74,9 @@ def _train(config: Config, ranks: Ranks, inputs: Inputs) -> None:
         if ranks.is_main:
             inputs.checkpoints.forget_after(first_step)
         drafter = initial_drafter(config)
-        head = load_target_head(inputs.features.head_path, ranks.device, DTYPES[config.train.dtype])
+        head = load_target_head(
+            inputs.features.checked_head(), ranks.device, DTYPES[config.train.dtype]
+        )
     Run(config, ranks, inputs, drafter, head).train(first_step)
 
 

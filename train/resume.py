@@ -55,7 +55,9 @@ def find_start(
     `train.steps` may change for a wsd run, from a checkpoint at which both schedules are at their stable part. Raises
     ValueError naming the first other setting that differs, with both values.
     """
+    listed, num_whole = checkpoints.entries(), 0
     for entry in checkpoints.whole_entries():
+        num_whole += 1
         state, found = checkpoints.read_state(entry)
         fixed = {key: value for key, value in settings.items() if key != "train.steps"}
         require_equal(f"checkpoint {checkpoints.folder / entry.folder}", found, fixed, REMEDY)
@@ -64,8 +66,13 @@ def find_start(
             is_settled(entry.step, old) and is_settled(entry.step, train)
         ):
             return entry, state
-    if checkpoints.entries():
-        _, found = checkpoints.read_state(checkpoints.entries()[-1])
+    if listed and num_whole == 0:
+        raise ValueError(
+            f"no checkpoint in {checkpoints.folder} is whole (see above); bring them back from a copy, or delete the folder "
+            "to start again"
+        )
+    if listed:
+        _, found = checkpoints.read_state(listed[-1])
         raise ValueError(
             f"{checkpoints.folder} was made with train.steps={found['train.steps']}, this run has {train.steps}, and no "
             f"checkpoint lies in the stable part of both schedules (wsd, after the warm-ups of rate and loss, before the decay); {REMEDY}"
