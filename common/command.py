@@ -11,6 +11,14 @@ import warnings
 from collections.abc import Callable
 
 
+class StoppedElsewhere(RuntimeError):
+    """Another rank had an error and says it; this one leaves with the same exit code and without a word."""
+
+    def __init__(self, rank: int, exit_code: int):
+        super().__init__(f"rank {rank} stopped with an error; see its message")
+        self.rank, self.exit_code = rank, exit_code
+
+
 def stage_parser(stage: str, description: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog=f"./launch.sh {stage}", description=description)
     parser.add_argument("config", help="a recipe, e.g. configs/demo.yaml")
@@ -38,14 +46,25 @@ def run_command(
     except KeyboardInterrupt:
         print("stopped; the same command continues where it was", file=sys.stderr)
         sys.exit(130)
-    except (
-        ValueError,
-        OSError,
-    ) as error:  # OSError: a full disk, a read-only folder, a path that is a file
+    except StoppedElsewhere as error:
+        if options.debug:
+            raise
+        if _on_another_machine(error.rank):
+            print(f"error: {error}", file=sys.stderr)
+        sys.exit(error.exit_code)
+    # OSError: a full disk, a read-only folder, a path that is a file
+    except (ValueError, OSError) as error:
         if options.debug:
             raise
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
         sys.exit(2)
+
+
+def _on_another_machine(rank: int) -> bool:
+    """Whether nobody here sees that rank's message; true on one rank a machine."""
+    size = int(os.environ.get("LOCAL_WORLD_SIZE", "0"))
+    own = int(os.environ.get("RANK", "0"))
+    return size > 0 and own % size == 0 and rank // size != own // size
 
 
 def set_up_logging(debug: bool = False) -> None:

@@ -14,6 +14,8 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
+from common.command import StoppedElsewhere
+
 
 @dataclass(frozen=True)
 class Ranks:
@@ -90,17 +92,22 @@ def barrier() -> None:
 def raise_together(ranks: Ranks) -> Iterator[None]:
     """Every rank leaves this block with an error if one did, so that none waits for a rank that has stopped.
 
-    The failing rank keeps its own error; the others raise RuntimeError naming it. It holds a collective: all ranks enter.
+    The failing rank, the first if there are several, keeps its own error; the others raise StoppedElsewhere. It holds a
+    collective: all ranks enter.
     """
     failure: BaseException | None = None
     try:
         yield
     except (ValueError, OSError, RuntimeError) as error:
         failure = error
-    flag = torch.tensor([float(ranks.rank + 1) if failure else 0.0], device=ranks.device)
+    is_mistake = isinstance(failure, ValueError | OSError)  # else a fault of ours: exit code 1
+    # the maximum of both: minus the first failing rank, and whether one was a fault of ours
+    first = -ranks.rank if failure else -ranks.world_size
+    flag = torch.tensor([first, float(failure is not None and not is_mistake)], device=ranks.device)
     if ranks.world_size > 1:
         dist.all_reduce(flag, op=dist.ReduceOp.MAX)
-    if failure is not None:
+    rank, is_fault = -int(flag[0].item()), flag[1].item() > 0
+    if failure is not None and (rank == ranks.rank or not is_mistake):
         raise failure
-    if flag.item() > 0:
-        raise RuntimeError(f"rank {int(flag.item()) - 1} stopped with an error; see its message")
+    if rank < ranks.world_size:
+        raise StoppedElsewhere(rank, 1 if is_fault else 2) from failure

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-from common.distributed import Ranks, barrier
+from common.distributed import Ranks, barrier, raise_together
 from common.files import atomic_path, read_json
 from common.progress import Progress
 from configs.schema import Config, DataSection
@@ -65,8 +65,11 @@ def label_units(config: Config, plan: Plan, ranks: Ranks) -> None:
     ]
     barrier()  # every rank has the same list before a first unit is finished
     mine = pending[ranks.rank :: ranks.world_size]
-    if mine:
-        target = load_target(config.target, ranks.device)
+    target: Target | None = None
+    with raise_together(ranks):
+        if mine:
+            target = load_target(config.target, ranks.device)
+    if target is not None:
         progress = Progress("labels", sum(len(unit.rows) for unit in mine), "prompts")
         num_tokens = 0
         for unit in mine:

@@ -19,7 +19,7 @@ import pytest
 import torch
 
 from common import files, progress
-from common.command import run_command, stage_parser
+from common.command import StoppedElsewhere, run_command, stage_parser
 from common.distributed import Ranks, distributed, raise_together, sum_over_ranks
 from common.files import (
     atomic_path,
@@ -236,6 +236,8 @@ def failing(error: BaseException) -> Callable[[Namespace], None]:
         (ValueError("train.steps=0:\n   use 1"), 2, "error: train.steps=0: use 1\n"),
         (FileNotFoundError("no config x"), 2, "error: no config x\n"),
         (OSError(28, "No space left", "x"), 2, "error: [Errno 28] No space left: 'x'\n"),
+        (StoppedElsewhere(1, 2), 2, ""),
+        (StoppedElsewhere(1, 1), 1, ""),
         (KeyboardInterrupt(), 130, "stopped; the same command continues where it was\n"),
     ],
 )
@@ -310,6 +312,16 @@ def one_of_two_ranks(rank: int, port: int, report: Path) -> None:
                     raise ValueError("broken shard")
         except (ValueError, RuntimeError) as error:
             report.write_text(f"{total} {type(error).__name__}: {error}")
+        kinds: list[str] = []
+        for errors in ((ValueError, OSError), (RuntimeError, ValueError)):
+            try:
+                with raise_together(ranks):
+                    raise errors[rank]("both")
+            except StoppedElsewhere as error:
+                kinds.append(f"rank {error.rank}, exit code {error.exit_code}")
+            except (ValueError, OSError, RuntimeError) as error:
+                kinds.append(type(error).__name__)
+        report.with_suffix(".both").write_text(str(kinds))
 
 
 def test_ranks_sum_and_stop_together(tmp_path: Path) -> None:
@@ -322,7 +334,11 @@ def test_ranks_sum_and_stop_together(tmp_path: Path) -> None:
     ]
     assert [exit_code_of(child) for child in children] == [0, 0]
     assert reports[1].read_text() == "3.0 ValueError: broken shard"
-    assert reports[0].read_text().startswith("3.0 RuntimeError: rank 1 stopped with an error")
+    assert reports[0].read_text().startswith("3.0 StoppedElsewhere: rank 1 stopped with an error")
+
+    both = [report.with_suffix(".both").read_text() for report in reports]
+    assert both[0] == "['ValueError', 'RuntimeError']"  # the first says it, once
+    assert both[1] == "['rank 0, exit code 2', 'rank 0, exit code 1']"
 
 
 def free_port() -> int:
