@@ -110,19 +110,23 @@ run_tests() {
 
 module_of() { case $1 in evaluate) echo evaluation ;; plan) echo train.plan ;; *) echo "$1" ;; esac; }
 
-export PYTHONPATH=$PWD PYTHONUNBUFFERED=1 TOKENIZERS_PARALLELISM=false
-quiet_without_gpu
-command=${1:-}; [ $# -gt 0 ] && shift
-case $command in
-  "" | help | -h | --help) usage ;;
-  setup) setup; setup test ;;
-  demo) setup; demo "$@" ;;
-  test) setup; setup test; run_tests "$@" ;;
-  report) setup; exec .venv/bin/python -m evaluation "$@" --report-only ;;
-  plan) setup; exec .venv/bin/python -m train.plan "$@" ;;
-  data | extract | train | evaluate | export)
-    setup
-    [ $# -gt 0 ] || die "$command needs a recipe, e.g. ./launch.sh $command configs/demo.yaml"
-    stage "$(module_of "$command")" "$@" ;;
-  *) die "unknown command '$command'; ./launch.sh prints the list" ;;
-esac
+main() {
+  export PYTHONPATH=$PWD PYTHONUNBUFFERED=1 TOKENIZERS_PARALLELISM=false
+  quiet_without_gpu
+  local command=${1:-}; [ $# -gt 0 ] && shift
+  case $command in
+    "" | help | -h | --help) usage ;;
+    setup) setup; setup test ;;
+    demo) setup; demo "$@" ;;
+    test) setup; setup test; run_tests "$@" ;;
+    report) setup; exec .venv/bin/python -m evaluation "$@" --report-only ;;
+    plan) setup; exec .venv/bin/python -m train.plan "$@" ;;
+    data | extract | train | evaluate | export)
+      setup
+      [ $# -gt 0 ] || die "$command needs a recipe, e.g. ./launch.sh $command configs/demo.yaml"
+      stage "$(module_of "$command")" "$@" ;;
+    *) die "unknown command '$command'; ./launch.sh prints the list" ;;
+  esac
+}
+
+main "$@"; exit  # one line, read at once: a pull that changes this file does not disturb a running stage

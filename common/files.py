@@ -49,18 +49,18 @@ def remove_leftovers(folder: Path) -> None:
 
 
 @contextlib.contextmanager
-def only_writer(folder: Path) -> Iterator[None]:
-    """Hold `folder`'s lock, for a stage whose double work would not be harmless. The lock goes with its process.
+def only_writer(lock: Path) -> Iterator[None]:
+    """Hold the file `lock`, for a stage whose double work would not be harmless. The lock goes with its process.
 
     Raises ValueError if another process holds it.
     """
-    folder.mkdir(parents=True, exist_ok=True)
-    with (folder / ".lock").open("w") as file:
+    lock.parent.mkdir(parents=True, exist_ok=True)
+    with lock.open("w") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             raise ValueError(
-                f"another process is writing {folder}; wait for it, stop it, or choose another run.output_dir"
+                f"another process holds {lock}; wait for it, stop it, or choose another run.output_dir"
             ) from error
         yield
 

@@ -291,7 +291,7 @@ class TrainSection(Section):
 
 
 class EvaluationSection(Section):
-    budgets: tuple[PositiveInt, ...] = (8, 16, 32, 64, 128)
+    budgets: tuple[PositiveInt, ...] = Field(default=(8, 16, 32, 64, 128), min_length=1)
     """Tree budgets B (nodes without the root); the chain is always evaluated besides."""
     live_budgets: tuple[PositiveInt, ...] = (64,)
     """Budgets decoded live; replay covers all."""

@@ -361,15 +361,18 @@ def test_a_folder_has_one_writer_and_a_dead_ones_lock_is_gone(tmp_path: Path) ->
         "with only_writer(pathlib.Path(sys.argv[1])):\n"
         "    print('held', flush=True)\n"
         "    time.sleep(60)\n",
-        str(tmp_path),
+        str(tmp_path / "lock"),
     ]
     with subprocess.Popen(holder, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == "held\n"
-        with pytest.raises(ValueError, match="another process is writing"), only_writer(tmp_path):
+        with (
+            pytest.raises(ValueError, match="another process holds"),
+            only_writer(tmp_path / "lock"),
+        ):
             pass
         process.kill()
-    with only_writer(tmp_path):
+    with only_writer(tmp_path / "lock"):
         pass
 
 

@@ -66,6 +66,7 @@ def test_a_config_cannot_be_changed() -> None:
 
 
 MISTAKES = [
+    (["evaluation.budgets=[]", "evaluation.live_budgets=[]"], r"evaluation\.budgets: .*at least 1"),
     (["train.learning_rate=.inf"], r"train\.learning_rate: .*finite"),
     (["evaluation.temperatures=[.nan]"], r"evaluation\.temperatures\.0: .*"),
     # unknown keys name the nearest valid one, at any depth

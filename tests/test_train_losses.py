@@ -117,11 +117,12 @@ def random_batch(seed: int = 0) -> tuple[MicroBatch, Tensor, Tensor]:
 @pytest.mark.parametrize("loss", ["ce", "dpace", "tree"])
 @pytest.mark.parametrize("share", [0.0, 0.4, 1.0])
 @pytest.mark.parametrize("chunk_rows", [1, 4, 1000])
+@pytest.mark.parametrize("budget", [1, 7])
 def test_loss_and_gradient_are_those_of_full_logits(
-    loss: LossName, share: float, chunk_rows: int
+    loss: LossName, share: float, chunk_rows: int, budget: int
 ) -> None:
     batch, hidden, head = random_batch()
-    weighting = Weighting(loss, gamma=2.0, alpha=0.5, budget=7, temperature_nats=1.5)
+    weighting = Weighting(loss, gamma=2.0, alpha=0.5, budget=budget, temperature_nats=1.5)
     share = 0.0 if loss == "ce" else share
     hidden.requires_grad_()
     found, sums = micro_batch_loss(hidden, head, batch, weighting, share, 11.0, chunk_rows)

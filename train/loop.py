@@ -57,7 +57,7 @@ def train_drafter(config: Config, ranks: Ranks) -> None:
         with raise_together(ranks):
             inputs = read_inputs(config)
             if ranks.is_main:
-                held.enter_context(only_writer(inputs.checkpoints.folder))
+                held.enter_context(only_writer(config.run.folder / ".train.lock"))
         _train(config, ranks, inputs)
 
 

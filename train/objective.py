@@ -65,7 +65,8 @@ def micro_batch_loss(
             head.device
         )
     labels, mask = batch.labels[live], batch.label_mask[live]  # (M, L)
-    num_children = min(weighting.budget, len(head)) if weighting.needs_tree(share) else 1
+    has_tree = weighting.needs_tree(share)
+    num_children = min(weighting.budget, len(head)) if has_tree else 1
     scored = sparse_log_probs(
         hidden[live][:, 1:].flatten(0, 1),  # slot 0 is the anchor and is never supervised
         head,
@@ -78,7 +79,7 @@ def micro_batch_loss(
         # no tree can be built: say so through the loss, on which all ranks agree before the optimizer moves
         broken = hidden.float().sum() * torch.nan
         return broken, broken.detach().double().expand(len(vars(BatchSums())))
-    thresholds = _thresholds(scored, mask, weighting) if num_children > 1 else None
+    thresholds = _thresholds(scored, mask, weighting) if has_tree else None
     weights = weighting.weights(log_probs, mask, thresholds, share)
     loss = -(weights * log_probs).sum()
     with torch.no_grad():
