@@ -52,7 +52,8 @@ def distributed(cpu_threads: int, timeout_s: float = 1800.0) -> Iterator[Ranks]:
         device = torch.device("cpu")
         torch.set_num_threads(cpu_threads)
     if world > 1:
-        _end_with_launcher()
+        # a rank has its own session: a killed launcher would leave it running, and the next start would meet it
+        end_with_parent(os.getppid())
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
             timeout=datetime.timedelta(seconds=timeout_s),
@@ -64,14 +65,12 @@ def distributed(cpu_threads: int, timeout_s: float = 1800.0) -> Iterator[Ranks]:
             dist.destroy_process_group()
 
 
-def _end_with_launcher() -> None:
-    """Ask Linux for SIGTERM when the launcher dies. A rank has its own session: a killed launcher would leave it running,
-    and the next start of the stage would meet it at the same files."""
+def end_with_parent(parent: int) -> None:
+    """Ask Linux for SIGTERM when the process `parent`, which started this one, dies; at once if it already has."""
     if sys.platform == "linux":
-        launcher = os.getppid()
         set_parent_death_signal = 1  # PR_SET_PDEATHSIG
         ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGTERM)
-        if os.getppid() != launcher:
+        if os.getppid() != parent:
             os.kill(os.getpid(), signal.SIGTERM)  # it died in between
 
 

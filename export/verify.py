@@ -9,6 +9,7 @@ n anchors, S tokens, K block size, V vocabulary, H hidden.
 from __future__ import annotations
 
 import multiprocessing
+import os
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
@@ -19,6 +20,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from common.distributed import end_with_parent
 from data.feature_shards import FeatureRow
 from data.features import FeatureSet, open_features
 from drafter.cache import ContextCache, draft
@@ -55,7 +57,10 @@ class Verification:
 def verify_in_new_process(job: VerifyJob) -> Verification:
     """Run `verify_export` in a fresh interpreter, so that nothing in memory stands in for what is on disk."""
     context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(1, mp_context=context) as pool:
+    # a pool's process waits for ever for the next job of a killed export
+    with ProcessPoolExecutor(
+        1, mp_context=context, initializer=end_with_parent, initargs=(os.getpid(),)
+    ) as pool:
         try:
             return pool.submit(verify_export, job).result()
         except BrokenProcessPool as error:

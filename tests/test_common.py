@@ -402,6 +402,12 @@ def test_ranks_end_when_their_launcher_is_killed(tmp_path: Path) -> None:
         time.sleep(0.05)
 
 
+def test_a_process_whose_parent_died_before_it_asked_ends() -> None:
+    code = "import time; from common.distributed import end_with_parent; end_with_parent(1); time.sleep(60)"
+    done = subprocess.run([sys.executable, "-c", code], cwd=Path.cwd(), timeout=50, check=False)
+    assert done.returncode == -signal.SIGTERM
+
+
 def read_when_there(path: Path, timeout_s: float = 60.0) -> str:
     deadline = time.monotonic() + timeout_s
     while not path.exists() or not path.read_text():

@@ -216,6 +216,11 @@ def test_verification_refuses_a_zero_head(run):
     job = damage(run, lambda state: None)
     file = run.run.folder / "features" / "target_head.safetensors"
     save_file({name: torch.zeros_like(t) for name, t in load_file(file).items()}, file)
+    with pytest.raises(ValueError, match=f"{file.name} differs from its sum"):
+        verify_export(job)
+    manifest = json.loads(manifest_path(file.parent).read_text())
+    manifest["head"]["sha256"] = sha256_file(file)  # a target that was zero when it was extracted
+    write_json(manifest_path(file.parent), manifest)
     with pytest.raises(ValueError, match=r"the target's embedding is zero or not finite"):
         verify_export(job)
 
