@@ -103,7 +103,7 @@ def raise_together(ranks: Ranks) -> Iterator[None]:
     # the maximum of both: minus the first failing rank, and whether one was a fault of ours
     first = -ranks.rank if failure else -ranks.world_size
     flag = torch.tensor([first, float(failure is not None and not is_mistake)], device=ranks.device)
-    if ranks.world_size > 1:
+    if dist.is_initialized():
         dist.all_reduce(flag, op=dist.ReduceOp.MAX)
     rank, is_fault = -int(flag[0].item()), flag[1].item() > 0
     if failure is not None and (rank == ranks.rank or not is_mistake):
