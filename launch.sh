@@ -72,8 +72,12 @@ stage() {
   case " $* " in *" --help "* | *" -h "*) exec .venv/bin/python -m "$module" "$@" ;; esac
   if [ "$module" = train ] && [ -n "${HOSTFILE:-}" ]; then
     [ -f "$HOSTFILE" ] || die "HOSTFILE=$HOSTFILE does not exist; one line a host: 'hostname slots=8'"
+    local here=()
+    case $(awk '!/^[[:space:]]*(#|$)/ {print $1}' "$HOSTFILE") in
+      localhost | 127.0.0.1 | "$(hostname)") here=(--no_ssh_check --master_addr 127.0.0.1) ;;  # one host, this one: no ssh
+    esac
     PATH="$PWD/.venv/bin:$PATH" .venv/bin/deepspeed --hostfile "$HOSTFILE" ${MASTER_PORT:+--master_port "$MASTER_PORT"} \
-      --no_local_rank --module train "$@"
+      "${here[@]}" --no_local_rank --module train "$@"
   elif [ "${NNODES:-1}" -gt 1 ]; then
     [ -n "${MASTER_ADDR:-}" ] || die "NNODES=$NNODES needs MASTER_ADDR, the first node's address"
     .venv/bin/python -m common.torchrun --nnodes "$NNODES" --node-rank "${NODE_RANK:-0}" --nproc-per-node "$nproc" \

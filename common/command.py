@@ -9,6 +9,7 @@ import signal
 import sys
 import warnings
 from collections.abc import Callable
+from typing import NoReturn
 
 
 class StoppedElsewhere(RuntimeError):
@@ -19,8 +20,17 @@ class StoppedElsewhere(RuntimeError):
         self.rank, self.exit_code = rank, exit_code
 
 
+class StageParser(argparse.ArgumentParser):
+    """A parser whose errors are one line too."""
+
+    def error(self, message: str) -> NoReturn:
+        # overrides are optional; argparse counts them among what is missing
+        message = message.replace(", section.key=value", "")
+        self.exit(2, f"error: {message}; `{self.prog} --help` says more\n")
+
+
 def stage_parser(stage: str, description: str) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog=f"./launch.sh {stage}", description=description)
+    parser = StageParser(prog=f"./launch.sh {stage}", description=description)
     parser.add_argument("config", help="a recipe, e.g. configs/demo.yaml")
     parser.add_argument(
         "overrides",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 import shutil
@@ -29,6 +30,7 @@ from data.labels import UNITS_PER_CHUNK, Response, label_units, read_chunk_respo
 from data.packages import PACKAGES_FOLDER
 from data.plan import Plan, plan_path, read_plan, write_plan
 from data.prompts import Prompt, SourceCounts, select_prompts, write_prompts
+from data.settings import data_recipe
 from data.template import ChatTemplate
 from target.identity import target_identity
 from target.load import load_tokenizer
@@ -37,7 +39,6 @@ from target.prepare import prepare_target
 logger = logging.getLogger(__name__)
 
 # Stated for plans made before the corpus exists: they change no row.
-_PLAN_ONLY = {"num_samples", "expected_tokens", "expected_response_tokens"}
 
 
 @dataclass(frozen=True)
@@ -86,14 +87,10 @@ def corpus_settings(config: Config) -> dict[str, Any]:
         "run.cpu_threads": config.run.cpu_threads,
         "target.dtype": config.target.dtype,
         "target.attention": config.target.attention,
-        **_flat("data", config.data.model_dump(mode="json", exclude=_PLAN_ONLY)),
+        **data_recipe(config.data),
     }
     for source in config.data.sources:
-        key = f"data.sources.{source.name}"
-        recipe[f"{key}.content"] = source_identity(source)
-        del recipe[f"{key}.license"]
-        if source.kind in ("jsonl", "parquet"):
-            del recipe[f"{key}.path"]  # equal files elsewhere are the same source
+        recipe[f"data.sources.{source.name}.content"] = source_identity(source)
     return {**target_identity(config.target), "data": fingerprint(recipe), "recipe": recipe}
 
 
@@ -158,7 +155,15 @@ def _require_same(folder: Path, found: Mapping[str, Any], wanted: Mapping[str, A
 def _assemble(folder: Path, plan: Plan, data: DataSection, template: ChatTemplate) -> None:
     counts: dict[str, Any] = {}
     rows = _rows(plan, data, template, counts)
-    write_corpus(folder, rows, plan.settings, counts, data.rows_per_shard)
+    first = next(rows, None)
+    if first is None:
+        # labels of this recipe would refuse a corrected one
+        shutil.rmtree(plan.folder)
+        raise ValueError(
+            f"no sample is left: {counts['total']['rejected']}; change what rejected them (data.responses, "
+            "data.min_response_tokens, data.max_repetition, data.max_prompt_tokens) or add sources"
+        )
+    write_corpus(folder, itertools.chain([first], rows), plan.settings, counts, data.rows_per_shard)
     shutil.rmtree(plan.folder)
 
 
@@ -232,15 +237,3 @@ def _entry(source: SourceCounts) -> dict[str, Any]:
         "done": {split: source.done[split] for split in ("train", "validation", "test")},
         "rejected": dict(sorted(source.rejected.items())),
     }
-
-
-def _flat(prefix: str, value: Any) -> dict[str, Any]:
-    """Dotted keys of nested settings; sources by name, with their order (the first of two doubles stays)."""
-    if isinstance(value, list) and value and isinstance(value[0], dict):
-        named = {item.pop("name"): item for item in value}
-        return {prefix: list(named), **_flat(prefix, named)}
-    if isinstance(value, dict):
-        return {
-            k: v for key, item in value.items() for k, v in _flat(f"{prefix}.{key}", item).items()
-        }
-    return {prefix: value}

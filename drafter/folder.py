@@ -82,7 +82,7 @@ def resolve_checkpoint(checkpoints_dir: Path, which: Literal["best", "last"]) ->
     if name is None:
         raise ValueError(
             f"{checkpoints_dir} has no {which!r} checkpoint yet; train until an evaluation "
-            "(train.eval_every), or choose one: export.checkpoint=last, evaluate --drafter FOLDER"
+            "(train.eval_every; it needs data.validation_fraction), or choose one: export.checkpoint=last, evaluate --drafter FOLDER"
         )
     for file in (CONFIG_FILE, WEIGHTS_FILE):
         with fields_of(path, remedy):

@@ -10,6 +10,7 @@ import torch
 from common.fingerprint import fingerprint, require_equal
 from configs.schema import Config
 from data.features import FeatureSet, open_features
+from data.settings import require_same_data
 from drafter.config import DrafterConfig, drafter_config
 from drafter.folder import (
     drafter_fingerprint,
@@ -84,6 +85,7 @@ def open_test_features(config: Config) -> FeatureSet:
         | {"target_layer_ids": list(config.drafter.target_layer_ids)},
         "run `./launch.sh extract` with this recipe, or set the recipe back",
     )
+    require_same_data(f"the features in {folder}", features.settings, config.data)
     if not features.of_split("test"):
         raise ValueError(
             f"the features in {folder} have no test rows; raise data.test_fraction or give a source split: test, "

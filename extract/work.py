@@ -29,6 +29,7 @@ from data.features import (
     read_feature_manifest,
     wrong_files,
 )
+from data.settings import require_same_data
 from target.identity import target_identity
 
 logger = logging.getLogger(__name__)
@@ -69,6 +70,7 @@ def plan_work(config: Config) -> ExtractWork:
         target_identity(config.target),
         "answer the prompts with this target (remove the corpus, run data), or set the recipe's target back",
     )
+    require_same_data(f"the corpus in {corpus_folder}", corpus.settings, config.data)
     if corpus.num_rows == 0:
         raise ValueError(f"the corpus in {corpus_folder} has no rows; run data with more sources")
     settings = corpus.settings | {

@@ -291,3 +291,15 @@ def test_units_cover_every_row_once_longest_first():
     units = units_of_chunk(2, lengths, 3)
     assert [unit.rows for unit in units] == [(1, 2, 5), (4, 0, 6), (3,)]
     assert [unit.index for unit in units] == [64, 65, 66]
+
+
+def test_a_corpus_without_a_sample_is_an_error_and_its_correction_is_not_refused(
+    tiny_config: MakeConfig,
+):
+    too_short = ["data.responses.max_new_tokens=1", "data.min_response_tokens=2"]
+    config = tiny_config(overrides=too_short)
+    with pytest.raises(ValueError, match=r"no sample is left: .*too short.*min_response_tokens"):
+        build_corpus(config, ranks())
+    assert not (corpus_of(config) / "manifest.json").exists()
+    corrected = config.model_copy(update={"data": tiny_config(overrides=[KEEP_ALL]).data})
+    assert build_corpus(corrected, ranks()).manifest.num_rows > 0

@@ -34,6 +34,9 @@ ONE_RANK = Ranks(0, 1, 0, torch.device("cpu"))
 SPEEDS = ("tokens_per_s", "stage_share")
 
 
+SPLITS = ["data.validation_fraction=0.0", "data.test_fraction=0.4"]
+
+
 @dataclass(frozen=True)
 class TinyRun:
     config: Config
@@ -42,13 +45,13 @@ class TinyRun:
     report: dict[str, Any]
 
     def with_overrides(self, *overrides: str) -> Config:
-        return load_config(self.recipe, overrides)
+        return load_config(self.recipe, [*SPLITS, *overrides])
 
 
 @pytest.fixture(scope="module")
 def tiny_run(tiny_config: MakeConfig) -> TinyRun:
     """Corpus and features made by their own stages, a random drafter, one evaluation."""
-    config = tiny_config("llama", ["data.validation_fraction=0.0", "data.test_fraction=0.4"])
+    config = tiny_config("llama", SPLITS)
     build_corpus(config, ONE_RANK)
     run_extract(config, ONE_RANK, ignore_disk=True)
     work = plan_work(config, ONE_RANK, random_drafter(config))

@@ -18,6 +18,7 @@ import extract.run as stage
 from common.distributed import Ranks
 from data.corpus import CorpusRow, write_corpus
 from data.features import manifest_path, open_features, read_feature_manifest, verify_features
+from data.settings import data_recipe
 from extract.run import run_extract
 from extract.work import open_work, plan_work
 from target.generate import Sampling, generate_batch
@@ -39,9 +40,8 @@ def make_rows(num_rows, seed=0, longest=160):
     return rows
 
 
-def write_rows(config, rows, greedy=False):
-    recipe = {"data.responses.generate": greedy, "data.responses.temperature": 0.0}
-    settings = target_identity(config.target) | {"data": "toy", "recipe": recipe}
+def write_rows(config, rows):
+    settings = target_identity(config.target) | {"data": "toy", "recipe": data_recipe(config.data)}
     write_corpus(config.run.folder / "corpus", rows, settings, {}, 64)
 
 
@@ -50,7 +50,8 @@ def make_run(tiny_config):
     """A run whose corpus is `rows`; features are not extracted yet."""
 
     def make(rows, *overrides, family="llama"):
-        config = tiny_config(family, overrides)
+        # the toy responses are nobody's argmax
+        config = tiny_config(family, ["data.responses.generate=false", *overrides])
         write_rows(config, rows)
         return config
 
@@ -365,7 +366,7 @@ def test_the_parity_gate_passes_greedy_answers_and_stops_on_anything_else(
 ):
     rows = greedy_rows(tiny_target(family))
     config = tiny_config(family)
-    write_rows(config, rows, greedy=True)
+    write_rows(config, rows)
     with caplog.at_level("INFO"):
         run_extract(config, ONE)
     assert "argmax is 100.0% of" in caplog.text
@@ -375,7 +376,7 @@ def test_the_parity_gate_passes_greedy_answers_and_stops_on_anything_else(
         replace(row, input_ids=np.where(row.loss_mask, row.input_ids ^ 1, row.input_ids))
         for row in rows
     ]
-    write_rows(config, shifted, greedy=True)
+    write_rows(config, shifted)
     with pytest.raises(ValueError, match=r"extract\.min_greedy_match=0\.95.*run data again"):
         run_extract(config, ONE)
     assert not manifest_path(features_of(config)).exists()
@@ -388,3 +389,14 @@ def test_a_slip_in_the_recipe_does_not_refuse_its_correction(make_run):
         run_extract(config.model_copy(update={"target": target}), ONE)
     assert not list(features_of(config).iterdir())
     run_extract(config, ONE)
+
+
+def test_a_data_recipe_that_has_changed_since_is_refused(make_run):
+    config = make_run(make_rows(8))
+    changed = config.model_copy(
+        update={"data": config.data.model_copy(update={"max_prompt_tokens": 99})}
+    )
+    with pytest.raises(ValueError, match=r"data\.max_prompt_tokens=\d+, this run has 99"):
+        plan_work(changed)
+    stated = config.model_copy(update={"data": config.data.model_copy(update={"num_samples": 5})})
+    assert plan_work(stated).settings == plan_work(config).settings  # only plans read it

@@ -132,7 +132,12 @@ def write_rows(
         for row in rows
     ]
     manifest = FeatureManifest(
-        settings={"target_layer_ids": list(TAPS), "hidden_size": HIDDEN, "codec": codec},
+        settings={
+            "recipe": {},
+            "target_layer_ids": list(TAPS),
+            "hidden_size": HIDDEN,
+            "codec": codec,
+        },
         shards=[
             ShardEntry(
                 shard.name,

@@ -17,6 +17,7 @@ from common.fingerprint import require_equal
 from common.progress import Progress
 from configs.schema import Config
 from data.features import FeatureSet, RowEntry, open_features
+from data.settings import require_same_data
 from drafter.model import Drafter
 from target.head import TargetHead, load_target_head
 from train.batches import Batcher, MicroBatch, accumulation_steps, prefetched
@@ -94,6 +95,7 @@ def read_inputs(config: Config) -> Inputs:
         },
         "set it to the same value, or extract again into another run.output_dir",
     )
+    require_same_data(f"features in {features.folder}", features.settings, config.data)
     entries = features.of_split("train")
     if not entries:
         raise ValueError(
