@@ -206,7 +206,7 @@ class DataSection(Section):
 
 class ExtractSection(Section):
     codec: Codec = "bf16-planes"
-    """bf16-planes is lossless for bf16 states; fp32 is for exact comparisons; fp8 halves bf16 (2.6 % rms error)."""
+    """bf16-planes is lossless for bf16 states; fp32 is for exact comparisons; fp8 halves bf16 (2.6 % rms error on normal values)."""
     shard_bytes: int = Field(default=1_000_000_000, ge=1_000_000)
     """Raw feature bytes a shard aims at, before compression."""
     batch_tokens: PositiveInt = 16_384

@@ -38,8 +38,6 @@ from target.prepare import prepare_target
 
 logger = logging.getLogger(__name__)
 
-# Stated for plans made before the corpus exists: they change no row.
-
 
 @dataclass(frozen=True)
 class BuiltCorpus:

@@ -8,6 +8,7 @@ from typing import Any
 from common.fingerprint import require_equal
 from configs.schema import DataSection
 
+# stated for plans made before the corpus exists: they change no row
 _PLAN_ONLY = {"num_samples", "expected_tokens", "expected_response_tokens"}
 
 

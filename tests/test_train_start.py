@@ -134,6 +134,7 @@ def test_the_missions_plan_says_what_the_mission_costs() -> None:
     assert "1,730,213,120 parameters" in done.stdout
     assert "65.4 TB (this recipe)" in done.stdout
     assert "2.99 epochs" in done.stdout
+    assert "[1, 16, 31, 46, 61] (as released drafters have them)" in done.stdout
     assert "3.8 GB a micro-batch if they existed" in done.stdout
 
 

@@ -14,6 +14,7 @@ from common.command import run_command, stage_parser
 from configs.load import load_config
 from configs.schema import Config
 from data.corpus import CorpusManifest, manifest_path, read_corpus_manifest
+from drafter.config import default_target_layer_ids
 from extract.plan import format_bytes, plan_extract
 
 GPU_COUNTS = (1, 4, 8)
@@ -120,6 +121,7 @@ class TrainPlan:
             f"drafter: {self.num_parameters:,} parameters, {train.dtype}",
             f"checkpoint: {format_bytes(12 * self.num_parameters)} (float32 weights and moments), "
             f"{train.keep_checkpoints} kept besides the best and the start of the decay",
+            self._taps_line(),
             self._steps_line(),
             self._step_line(),
             f"logits: {format_bytes(self.whole_logits_bytes)} a micro-batch if they existed, "
@@ -129,6 +131,16 @@ class TrainPlan:
             "memory of a GPU, all (estimate):",
             *self._memory_table(),
         ]
+
+    def _taps_line(self) -> str:
+        taps = self.config.drafter.target_layer_ids
+        usual = default_target_layer_ids(self.config.target.num_layers, len(taps))
+        note = (
+            "as released drafters have them"
+            if taps == usual
+            else f"released drafters: {list(usual)}"
+        )
+        return f"taps: outputs of 0-based target layers {list(taps)} ({note})"
 
     def _steps_line(self) -> str:
         train = self.config.train
