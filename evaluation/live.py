@@ -18,6 +18,7 @@ from configs.schema import EvaluationSection
 from data.features import FeatureRow, RowEntry
 from ddtree.verify import TreeVerifier
 from drafter.model import Drafter
+from evaluation.child_ranks import live_child_ranks
 from evaluation.decode import (
     CHAIN,
     PLAIN,
@@ -59,6 +60,8 @@ class LiveDecode:
     budget: int | None
     temperature: float
     passes: list[int]
+    child_ranks: list[list[int]]
+    """A list a pass: places of the emitted draft tokens in their slots' lists (evaluation/child_ranks.py)."""
     seconds: dict[str, float]
     difference: Difference | None
     """Greedy decodes only: None means equal to plain decoding, token for token."""
@@ -209,5 +212,11 @@ def _summary(
     acceptor: Acceptor, temperature: float, decoded: Decoded, difference: Difference | None
 ) -> LiveDecode:
     return LiveDecode(
-        acceptor.name, acceptor.budget, temperature, decoded.passes, decoded.seconds, difference
+        acceptor.name,
+        acceptor.budget,
+        temperature,
+        decoded.passes,
+        live_child_ranks(decoded.records),
+        decoded.seconds,
+        difference,
     )

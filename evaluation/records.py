@@ -23,6 +23,9 @@ from evaluation.sums import ReplaySums
 
 Record = TypeVar("Record")
 
+RECORD_FORMAT = 2
+"""Part of the folder's fingerprint, so that records of another layout or meaning are never read."""
+
 
 @dataclass(frozen=True)
 class RecordKind:
@@ -66,13 +69,21 @@ def replay_to_json(replayed: RowReplay) -> dict[str, Any]:
         "prompt_id": replayed.prompt_id,
         "task": replayed.task,
         "passes": replayed.passes,
+        "child_ranks": replayed.child_ranks,
         "sums": replayed.sums.to_json(),
+        "unfitted": None if replayed.unfitted is None else replayed.unfitted.to_json(),
     }
 
 
 def replay_from_json(value: dict[str, Any]) -> RowReplay:
+    unfitted = value["unfitted"]
     return RowReplay(
-        value["prompt_id"], value["task"], value["passes"], ReplaySums.from_json(value["sums"])
+        value["prompt_id"],
+        value["task"],
+        value["passes"],
+        value["child_ranks"],
+        ReplaySums.from_json(value["sums"]),
+        None if unfitted is None else ReplaySums.from_json(unfitted),
     )
 
 

@@ -17,14 +17,15 @@ import torch
 from torch import Tensor
 
 from data.features import FeatureRow
-from ddtree.build import build_trees
+from ddtree.build import TreeBatch, build_trees
 from ddtree.replay import accepted, chain_accepted, ranks_in, replay_walk
 from drafter.config import DrafterConfig
 from drafter.model import Drafter
 from evaluation.acceptance import Acceptance, PromptPasses, measure_acceptance
+from evaluation.child_ranks import replay_child_ranks
 from evaluation.decode import CHAIN, Acceptor, tree_acceptor
 from evaluation.scores import SlotScores, find_responses, score_anchors
-from evaluation.sums import RECALL_AT, ReplaySums
+from evaluation.sums import RECALL_AT, AcceptorOutcome, ReplaySums, recorded_nodes
 from target.head import TargetHead
 
 
@@ -52,7 +53,11 @@ class RowReplay:
     prompt_id: str
     task: str
     passes: dict[str, list[int]]
+    child_ranks: dict[str, list[list[int]]]
+    """A list a pass: places of the emitted draft tokens in their slots' lists (evaluation/child_ranks.py)."""
     sums: ReplaySums
+    unfitted: ReplaySums | None = None
+    """The same at drafter temperature 1, where `sums` are after a fit."""
 
 
 @dataclass
@@ -111,8 +116,10 @@ def replay_row(
     """One prompt. Its responses (one a turn) are replayed apart, each from its own r_0, and their passes joined."""
     sums = empty_sums(drafter.config, options)
     passes: dict[str, list[int]] = {acceptor.key: [] for acceptor in options.acceptors}
+    child_ranks: dict[str, list[list[int]]] = {key: [] for key in passes}
     for response in find_responses(row.loss_mask, options.max_new_tokens):
         per_anchor: dict[str, list[int]] = {key: [] for key in passes}
+        gold_child_ranks: list[list[int]] = []
         for start in range(0, response.num_drafted, options.anchors_per_forward):
             anchors = range(start, min(start + options.anchors_per_forward, response.num_drafted))
             scores = score_anchors(
@@ -127,16 +134,38 @@ def replay_row(
             )
             trees = build_trees(scores.top_log_probs, max(options.budgets))
             ranks = ranks_in(trees, scores.gold_child_ranks, scores.num_gold)
-            found = accepted_tokens(scores, ranks, options)
-            sums.add_anchors(scores, ranks, list(found.values()), trees)
-            for key, counts in found.items():
-                per_anchor[key] += counts.tolist()
+            found = anchor_outcomes(scores, ranks, trees, options)
+            sums.add_anchors(scores, ranks, found, trees)
+            gold_child_ranks += scores.gold_child_ranks.tolist()
+            for key, outcome in found.items():
+                per_anchor[key] += outcome.accepted.tolist()
         for key, counts in per_anchor.items():
-            passes[key] += replay_walk(counts, response.num_drafted)
+            walked = replay_walk(counts, response.num_drafted)
+            passes[key] += walked
+            child_ranks[key] += replay_child_ranks(gold_child_ranks, counts, walked)
     sums.add_prompt(
         [PromptPasses(row.sample_id, row.task, tuple(emitted)) for emitted in passes.values()]
     )
-    return RowReplay(row.sample_id, row.task, passes, sums)
+    return RowReplay(row.sample_id, row.task, passes, child_ranks, sums)
+
+
+def anchor_outcomes(
+    scores: SlotScores, ranks: Tensor, trees: TreeBatch, options: ReplayOptions
+) -> dict[str, AcceptorOutcome]:
+    """Every acceptor at every anchor, by key. trees: the largest budget's, whose first B nodes are the tree of budget B."""
+    found = accepted_tokens(scores, ranks, options)
+    num_slots = scores.gold_log_probs.shape[1]
+    slots = torch.arange(1, num_slots + 1, device=ranks.device)
+    chain = scores.top_log_probs[..., 0].double().cumsum(1).exp()
+    expected = torch.where(slots <= scores.num_gold[:, None], chain, 0).sum(1)
+    num_nodes = torch.full_like(scores.num_gold, num_slots)
+    outcomes = {CHAIN.key: AcceptorOutcome(found[CHAIN.key], expected, num_nodes)}
+    probs = torch.where(recorded_nodes(trees, scores.num_gold), trees.scores.double().exp(), 0)
+    for budget in options.budgets:
+        key = tree_acceptor(budget).key
+        sizes = trees.num_nodes.clamp(max=budget)
+        outcomes[key] = AcceptorOutcome(found[key], probs[:, :budget].sum(1), sizes)
+    return outcomes
 
 
 def accepted_tokens(scores: SlotScores, ranks: Tensor, options: ReplayOptions) -> dict[str, Tensor]:
@@ -151,7 +180,8 @@ def accepted_tokens(scores: SlotScores, ranks: Tensor, options: ReplayOptions) -
 
 
 def empty_sums(config: DrafterConfig, options: ReplayOptions) -> ReplaySums:
-    return ReplaySums.zero(options.budgets, config.block_size - 1)
+    keys = tuple(acceptor.key for acceptor in options.acceptors)
+    return ReplaySums.zero(keys, config.block_size - 1)
 
 
 @contextlib.contextmanager

@@ -12,7 +12,7 @@ from evaluation.acceptance import PromptPasses, measure_acceptance
 from evaluation.decode import PLAIN, STAGES, Acceptor
 from evaluation.live import LiveDecode, LiveRecord
 from evaluation.replay import ReplayOptions, RowReplay
-from evaluation.sums import NUM_BINS, RECALL_AT, ReplaySums
+from evaluation.sums import BIN_EDGES, RECALL_AT, ReplaySums
 
 ALL_TASKS = "all"
 
@@ -218,8 +218,8 @@ def _calibration(acceptors: Sequence[Acceptor], sums: ReplaySums) -> dict[str, A
     ]
     bins = [
         {
-            "low": index / NUM_BINS,
-            "high": (index + 1) / NUM_BINS,
+            "low": BIN_EDGES[index],
+            "high": BIN_EDGES[index + 1],
             "num_nodes": round(count),
             "predicted": predicted / count,
             "realised": right / count,

@@ -23,6 +23,7 @@ from evaluation.inputs import DrafterSource, open_test_features
 from evaluation.live import LiveSetup, choose_prompts, decode_prompt, make_setup, prompt_of
 from evaluation.page import write_page
 from evaluation.records import (
+    RECORD_FORMAT,
     RecordKind,
     live_from_json,
     live_to_json,
@@ -55,7 +56,8 @@ class Work:
         return self.config.run.folder / "evaluation"
 
     def records(self, kind: str) -> RecordKind:
-        key = fingerprint([self.identity.target, self.identity.drafter, self.identity.config])
+        identity = self.identity
+        key = fingerprint([RECORD_FORMAT, identity.target, identity.drafter, identity.config])
         return RecordKind(kind, self.folder / "records" / key[:16])
 
     @property

@@ -1,11 +1,11 @@
 """Numerators and denominators of everything replay measures: rows, chunks and ranks are added before anything is divided.
 
-Axes: A acceptors (the chain, then each budget), L = K-1 slots, R recall depths, 10 bins of probability.
+Axes: N anchors, A acceptors (by key), L = K-1 slots, R recall depths, P bins of path probability.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import astuple, dataclass, fields
 from typing import Any
 
@@ -18,81 +18,104 @@ from evaluation.scores import SlotScores
 
 RECALL_AT = (1, 4, 16, 64)
 """k of top-k recall: is the recorded token among the k likeliest of its slot, whatever came before it."""
-NUM_BINS = 10
+BIN_EDGES = (
+    *(0.0, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05),
+    *(0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0),
+)
+"""Of path probability; finer where a tree has most of its nodes."""
+NUM_BINS = len(BIN_EDGES) - 1
+
+
+@dataclass(frozen=True)
+class AcceptorOutcome:
+    """What one acceptor does at N anchors, were each the start of a pass."""
+
+    accepted: Tensor
+    """(N,) int64 draft tokens."""
+    expected: Tensor
+    """(N,) what the drafter expects of that: the sum of its nodes' path probabilities, over depths that have a record."""
+    num_nodes: Tensor
+    """(N,) int64 nodes to verify, without the root."""
 
 
 @dataclass
 class ReplaySums:
     """float64 tensors on the CPU; `flat` and `with_flat` are for reducing over ranks in one call."""
 
-    budgets: tuple[int, ...]
+    acceptors: tuple[str, ...]
+    """Keys of evaluation.decode.Acceptor."""
     acceptance: Tensor
     """(A, 4): the fields of AcceptanceSums."""
     labelled: Tensor
     """(L,): anchors whose slot has a recorded token."""
     survived: Tensor
-    """(A, L): of those, anchors whose recorded prefix up to this slot is in the tree."""
+    """(A, L): of those, anchors whose recorded prefix up to this slot is accepted."""
     recalled: Tensor
     """(R, L): of those, anchors whose recorded token is among the slot's k likeliest."""
     num_anchors: Tensor
     """(1,)"""
     predicted: Tensor
-    """(A,): accepted tokens the drafter expects, the sum of its nodes' path probabilities."""
+    """(A,): accepted tokens the drafter expects, over all anchors."""
     realised: Tensor
-    """(A,): accepted tokens."""
+    """(A,): accepted tokens, over all anchors."""
+    num_nodes: Tensor
+    """(A,): nodes verified, over all anchors."""
     bins: Tensor
-    """(10, 3): nodes of the largest tree by path probability: how many, their summed probability, how many were right."""
+    """(P, 3): nodes of the largest tree by path probability: how many, their summed probability, how many were right."""
 
     @classmethod
-    def zero(cls, budgets: tuple[int, ...], num_slots: int) -> ReplaySums:
+    def zero(cls, acceptors: tuple[str, ...], num_slots: int) -> ReplaySums:
         def zeros(*shape: int) -> Tensor:
             return torch.zeros(*shape, dtype=torch.float64)
 
-        acceptors = len(budgets) + 1
         return cls(
-            budgets,
-            acceptance=zeros(acceptors, 4),
+            acceptors,
+            acceptance=zeros(len(acceptors), 4),
             labelled=zeros(num_slots),
-            survived=zeros(acceptors, num_slots),
+            survived=zeros(len(acceptors), num_slots),
             recalled=zeros(len(RECALL_AT), num_slots),
             num_anchors=zeros(1),
-            predicted=zeros(acceptors),
-            realised=zeros(acceptors),
+            predicted=zeros(len(acceptors)),
+            realised=zeros(len(acceptors)),
+            num_nodes=zeros(len(acceptors)),
             bins=zeros(NUM_BINS, 3),
         )
 
     def add_anchors(
-        self, scores: SlotScores, ranks: Tensor, accepted: Sequence[Tensor], trees: TreeBatch
+        self,
+        scores: SlotScores,
+        ranks: Tensor,
+        outcomes: Mapping[str, AcceptorOutcome],
+        trees: TreeBatch,
     ) -> None:
-        """accepted: (N,) an acceptor; trees: the largest budget's, whose first B nodes are the tree of budget B."""
+        """outcomes: of every acceptor, by key; ranks (N, L): of the recorded prefixes in `trees`, the largest budget's."""
         slots = torch.arange(1, len(self.labelled) + 1, device=ranks.device)
         labelled = slots <= scores.num_gold[:, None]  # (N, L)
-        counts = torch.stack(list(accepted))  # (A, N)
+        own = [outcomes[key] for key in self.acceptors]
+        counts = torch.stack([outcome.accepted for outcome in own])  # (A, N)
         self.num_anchors += len(ranks)
         self.labelled += labelled.sum(0).cpu()
         self.survived += (counts[..., None] >= slots).sum(1).cpu()
         self.realised += counts.sum(1).cpu()
+        self.predicted += torch.stack([outcome.expected.double().sum() for outcome in own]).cpu()
+        self.num_nodes += torch.stack([outcome.num_nodes.sum() for outcome in own]).cpu()
         for index, k in enumerate(RECALL_AT):
             # the list holds max(RECALL_AT) children or the whole vocabulary
             self.recalled[index] += ((scores.gold_child_ranks < k) & labelled).sum(0).cpu()
-        self._add_calibration(scores, ranks, labelled, trees)
+        self._add_nodes(ranks, labelled, scores.num_gold, trees)
 
-    def _add_calibration(
-        self, scores: SlotScores, ranks: Tensor, labelled: Tensor, trees: TreeBatch
+    def _add_nodes(
+        self, ranks: Tensor, labelled: Tensor, num_gold: Tensor, trees: TreeBatch
     ) -> None:
         """Nodes deeper than the record's end can neither be right nor wrong: left out on both sides."""
         budget = trees.scores.shape[1]
-        places = torch.arange(budget, device=ranks.device)
-        counted = (places < trees.num_nodes[:, None]) & (trees.depths <= scores.num_gold[:, None])
+        counted = recorded_nodes(trees, num_gold)
         probs = torch.where(counted, trees.scores.exp(), 0).double()  # (N, B)
-        chain = scores.top_log_probs[..., 0].cumsum(1).exp().double()
-        self.predicted[0] += (chain * labelled).sum().cpu()
-        for index, size in enumerate(self.budgets, start=1):
-            self.predicted[index] += probs[:, :size].sum().cpu()
         right = torch.zeros_like(counted)
         anchor, slot = torch.nonzero(labelled & (ranks <= budget), as_tuple=True)
         right[anchor, ranks[anchor, slot] - 1] = True
-        bin_of = (probs * NUM_BINS).long().clamp(max=NUM_BINS - 1)[counted]
+        edges = torch.tensor(BIN_EDGES[1:-1], dtype=torch.float64, device=probs.device)
+        bin_of = torch.bucketize(probs, edges, right=True)[counted]
         values = torch.stack([torch.ones_like(probs), probs, right.double()], -1)[counted]
         self.bins += torch.zeros_like(self.bins).index_add_(0, bin_of.cpu(), values.cpu())
 
@@ -102,7 +125,7 @@ class ReplaySums:
         self.acceptance += torch.tensor(rows, dtype=torch.float64)
 
     def __iadd__(self, other: ReplaySums) -> ReplaySums:
-        assert self.budgets == other.budgets
+        assert self.acceptors == other.acceptors
         for name in _TENSORS:
             self.__dict__[name] += other.__dict__[name]
         return self
@@ -116,22 +139,28 @@ class ReplaySums:
         own = [self.__dict__[name] for name in _TENSORS]
         parts = values.cpu().split([tensor.numel() for tensor in own])
         shaped = {n: p.view_as(t) for n, p, t in zip(_TENSORS, parts, own, strict=True)}
-        return ReplaySums(self.budgets, **shaped)
+        return ReplaySums(self.acceptors, **shaped)
 
-    def acceptance_of(self, budget: int | None) -> AcceptanceSums:
-        """Of the chain (None) or the tree at `budget`; has `macro` and `micro`."""
-        index = 0 if budget is None else 1 + self.budgets.index(budget)
-        mean_sum, prompts, emitted, passes = self.acceptance[index].tolist()
+    def acceptance_of(self, key: str) -> AcceptanceSums:
+        """Of one acceptor; has `macro` and `micro`."""
+        found = self.acceptance[self.acceptors.index(key)]
+        mean_sum, prompts, emitted, passes = found.tolist()
         return AcceptanceSums(mean_sum, round(prompts), round(emitted), round(passes))
 
     def to_json(self) -> dict[str, Any]:
         tensors = {name: self.__dict__[name].tolist() for name in _TENSORS}
-        return {"budgets": list(self.budgets), **tensors}
+        return {"acceptors": list(self.acceptors), **tensors}
 
     @classmethod
     def from_json(cls, value: dict[str, Any]) -> ReplaySums:
         tensors = {name: torch.tensor(value[name], dtype=torch.float64) for name in _TENSORS}
-        return cls(tuple(value["budgets"]), **tensors)
+        return cls(tuple(value["acceptors"]), **tensors)
 
 
-_TENSORS = tuple(field.name for field in fields(ReplaySums) if field.name != "budgets")
+def recorded_nodes(trees: TreeBatch, num_gold: Tensor) -> Tensor:
+    """(N, B) bool: nodes at a depth that has a recorded token; padding is none."""
+    places = torch.arange(trees.scores.shape[1], device=num_gold.device)
+    return (places < trees.num_nodes[:, None]) & (trees.depths <= num_gold[:, None])
+
+
+_TENSORS = tuple(field.name for field in fields(ReplaySums) if field.name != "acceptors")

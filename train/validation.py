@@ -8,6 +8,7 @@ from common.distributed import Ranks, raise_together, sum_over_ranks
 from configs.schema import Config
 from data.features import FeatureSet, RowEntry
 from drafter.model import Drafter
+from evaluation.decode import CHAIN
 from evaluation.replay import replay_rows
 from evaluation.sums import ReplaySums
 from target.head import TargetHead
@@ -37,9 +38,11 @@ def validate(
 
 def validation_metrics(sums: ReplaySums) -> dict[str, float]:
     """By metric name (train/tracking.py); empty if no prompt has a verify pass."""
-    if not sums.acceptance_of(None).num_passes:
+    if not sums.acceptance_of(CHAIN.key).num_passes:
         return {}
-    metrics = {"validation/chain_acceptance": sums.acceptance_of(None).macro}
-    for budget in sums.budgets:
-        metrics[f"validation/tree_acceptance_{budget}"] = sums.acceptance_of(budget).macro
+    metrics = {"validation/chain_acceptance": sums.acceptance_of(CHAIN.key).macro}
+    for key in sums.acceptors:
+        if key.startswith("tree-"):
+            budget = key.removeprefix("tree-")
+            metrics[f"validation/tree_acceptance_{budget}"] = sums.acceptance_of(key).macro
     return metrics
