@@ -6,14 +6,30 @@ Relations between fields are checked here, before any model loads. `python -c "i
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, PositiveInt, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    NonNegativeFloat,
+    PositiveFloat,
+    PositiveInt,
+    field_validator,
+    model_validator,
+)
 
 Dtype = Literal["float32", "bfloat16"]
 LayerType = Literal["full_attention", "sliding_attention"]
 Codec = Literal["fp32", "bf16", "bf16-planes", "fp8"]
-LossName = Literal["ce", "dpace", "tree"]
+LossName = Literal[
+    "ce", "dpace", "auf", "chain", "kl", "tv", "lk", "tree", "tree_live", "tree_surrogate"
+]
+LOSS_NAMES: tuple[LossName, ...] = get_args(LossName)
+TREE_LOSSES = frozenset({"tree", "tree_live", "tree_surrogate"})
+"""Losses that build the block's draft tree."""
+SOFT_LOSSES = frozenset({"kl", "tv", "lk"})
+"""Losses that compare with the target's distribution."""
 SourceKind = Literal["jsonl", "parquet", "datasets", "packages"]
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 
@@ -43,8 +59,9 @@ class TinyTarget(Section):
     """A tiny random target and a byte tokenizer, made on the spot: tests and `debug.yaml`."""
 
     kind: Literal["tiny"] = "tiny"
-    family: Literal["llama", "qwen3", "qwen3_sliding"] = "llama"
-    """qwen3_sliding alternates sliding-window and full-attention layers."""
+    family: Literal["llama", "qwen3", "qwen3_sliding", "qwen3_5"] = "llama"
+    """qwen3_sliding alternates sliding-window and full-attention layers; qwen3_5 is a hybrid, three Gated-DeltaNet layers to
+    one of full attention."""
     seed: int = 0
 
 
@@ -213,6 +230,11 @@ class ExtractSection(Section):
     """Padded tokens a target forward."""
     max_quarantined: Fraction = 0.01
     """Stop when more than this share of rows fails its checks."""
+    soft_labels: int = Field(default=0, ge=0, le=1024)
+    """Stored with every response token: the target's k likeliest tokens and their log-probs (8 k bytes a token, and the
+    target's upper layers and head run too). For kl, tv, lk and train.soft_label_share; 0: none."""
+    soft_label_temperature: float = Field(default=1.0, gt=0)
+    """Divides the target's logits before; the temperature the drafter will be served at."""
     min_greedy_match: Fraction = 0.95
     """Greedy corpora: the target's own argmax must equal this share of response tokens on the first rows, else stop."""
     tokens_per_s: float | None = Field(default=None, gt=0)
@@ -232,17 +254,27 @@ class TrainSection(Section):
     """Blocks a document and step; fewer if the response is shorter."""
     max_tokens: PositiveInt = 4096
     """Longer documents are cut here in training."""
-    loss: LossName = "tree"
+    loss: LossName | dict[LossName, float] = "tree"
+    """A name, or weights by name, e.g. {tree: 0.8, ce: 0.2}: slot weights are added up as they are (docs/losses.md)."""
+    soft_label_share: Fraction = 0.0
+    """Labels: 0 the recorded token (serving greedily), 1 the target's distribution (T=1), between: both. Above 0 it needs
+    extract.soft_labels. kl, tv and lk always compare with the distribution."""
     tree_budget: PositiveInt = 64
-    """B inside the tree loss."""
+    """B inside tree and tree_live; checkpoints are compared at it."""
     tree_temperature_nats: float = Field(default=1.5, gt=0)
-    """Softness of survival, in nats."""
+    """Softness of survival in tree, in nats."""
+    surrogate_budgets: tuple[PositiveInt, ...] | None = Field(default=None, min_length=1)
+    """tree_surrogate: budgets it averages over; null: tree_budget alone."""
+    surrogate_temperatures_nats: tuple[PositiveFloat, PositiveFloat] = (2.0, 0.5)
+    """tree_surrogate: its softness after the warm-up and at the last step, in nats; geometric between."""
+    lk_eta: NonNegativeFloat = 3.0
+    """lk: how fast it turns from kl to tv as the overlap with the target grows."""
     decay_gamma: float | None = Field(default=None, gt=0)
     """Position decay exp(-(k-1)/gamma) of ce; null: 4, 5, 7 for blocks of 8, 10, 16 (linear between)."""
     dpace_alpha: Fraction = 0.5
     """Smoothing of D-PACE's confidences."""
     ce_warmup_fraction: Fraction = 0.2
-    """dpace and tree start with decayed CE for this share of the steps, then cross-fade."""
+    """All losses but ce start with decayed CE for this share of the steps, then cross-fade."""
     crossfade_fraction: Fraction = 0.15
     learning_rate: float = Field(default=6e-4, gt=0)
     min_learning_rate_ratio: Fraction = 0.0
@@ -277,6 +309,28 @@ class TrainSection(Section):
     log_every: PositiveInt = 10
     wandb_project: str | None = "dflash-drafters"
     """W&B project; offline without WANDB_API_KEY; null: local JSONL only."""
+
+    @property
+    def losses(self) -> dict[LossName, float]:
+        """Weights by name."""
+        return self.loss if isinstance(self.loss, dict) else {self.loss: 1.0}
+
+    @property
+    def needs_soft_labels(self) -> bool:
+        return self.soft_label_share > 0 or not SOFT_LOSSES.isdisjoint(self.losses)
+
+    @field_validator("loss", mode="before")
+    @classmethod
+    def _check_loss(cls, value: Any) -> Any:
+        # said here: a union's own errors name its members, not the key
+        weights = value if isinstance(value, dict) else {value: 1.0}
+        known = ", ".join(f"'{name}'" for name in LOSS_NAMES)
+        if not weights or not set(weights) <= set(LOSS_NAMES):
+            raise ValueError(f"a loss is one of {known}, or a mapping of such names to weights")
+        numbers = [w for w in weights.values() if isinstance(w, int | float) and w > 0]
+        if len(numbers) < len(weights):
+            raise ValueError("weights of losses must be numbers above 0")
+        return value
 
     @model_validator(mode="after")
     def _check(self) -> TrainSection:
@@ -341,6 +395,11 @@ class Config(Section):
             raise ValueError(
                 f"drafter.mask_token_id={self.drafter.mask_token_id} is outside the target's vocabulary of "
                 f"{self.target.vocab_size} (target.vocab_size); choose an id below it"
+            )
+        if self.train.needs_soft_labels and not self.extract.soft_labels:
+            raise ValueError(
+                f"train.loss={self.train.loss} with train.soft_label_share={self.train.soft_label_share} needs the target's "
+                "distribution; set extract.soft_labels (16) and extract again, or choose hard labels"
             )
         missing = set(self.evaluation.live_budgets) - set(self.evaluation.budgets)
         if missing:

@@ -5,47 +5,54 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
     GenerationConfig,
     LlamaConfig,
     LlamaForCausalLM,
     PreTrainedModel,
-    PreTrainedTokenizerFast,
+    Qwen3_5ForCausalLM,
+    Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3ForCausalLM,
 )
 from transformers.utils.logging import disable_progress_bar
 
 from configs.schema import TargetSection, TinyTarget
+from target.byte_tokenizer import EOS_ID, FIRST_MERGED_ID, PAD_ID, byte_tokenizer
 
-SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|mask|>")
-"""Ids 256..259, after the 256 bytes."""
-_PAD, _EOS = 256, 258
 _SLIDING_WINDOW = 8
 _LOGIT_NATS = 3.0
 _SHARPNESS = 3.0
-_CHAT_TEMPLATE = """\
-{%- for message in messages %}{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>\\n' }}\
-{%- endfor %}{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}\
-{%- if enable_thinking is defined and not enable_thinking %}{{ '<think>\\n\\n</think>\\n\\n' }}{%- endif %}{%- endif %}"""
+_HYBRID_SIZES = {
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,  # two value heads share a key head, as in the released models
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+    "rope_parameters": {
+        "rope_type": "default",
+        "rope_theta": 10_000.0,
+        "partial_rotary_factor": 0.5,
+        "mrope_section": [2, 1, 1],
+        "mrope_interleaved": True,
+    },
+}
+"""Gated-DeltaNet layers and, by HF's default, every fourth one full attention."""
 
 
 def write_tiny_target(folder: Path, section: TargetSection, tiny: TinyTarget) -> None:
     """Weights, tokenizer and generation config into `folder`; equal settings give equal bytes."""
-    smallest = 256 + len(SPECIAL_TOKENS)
-    if section.vocab_size < smallest:
+    if section.vocab_size < FIRST_MERGED_ID:
         raise ValueError(
-            f"target.vocab_size={section.vocab_size}: a tiny target needs at least {smallest} (256 bytes and "
-            f"{len(SPECIAL_TOKENS)} special tokens)"
+            f"target.vocab_size={section.vocab_size}: a tiny target needs at least {FIRST_MERGED_ID} (256 bytes and the "
+            "special tokens)"
         )
     if section.hidden_size % 32:
         raise ValueError(
             f"target.hidden_size={section.hidden_size}: a tiny target needs a multiple of 32"
         )
-    tokenizer = _byte_tokenizer()
+    tokenizer = byte_tokenizer()
     model = _random_model(section, tiny)
-    model.generation_config = GenerationConfig(eos_token_id=[_EOS], pad_token_id=_PAD)
+    model.generation_config = GenerationConfig(eos_token_id=[EOS_ID], pad_token_id=PAD_ID)
     disable_progress_bar()
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
@@ -63,13 +70,15 @@ def _random_model(section: TargetSection, tiny: TinyTarget) -> PreTrainedModel:
         "head_dim": 16,
         "max_position_embeddings": 4096,
         "bos_token_id": None,
-        "eos_token_id": _EOS,
-        "pad_token_id": _PAD,
+        "eos_token_id": EOS_ID,
+        "pad_token_id": PAD_ID,
     }
     if tiny.family == "llama":  # tied, so that tests see both
         model = LlamaForCausalLM(LlamaConfig(**sizes, tie_word_embeddings=True))
     elif tiny.family == "qwen3":
         model = Qwen3ForCausalLM(Qwen3Config(**sizes))
+    elif tiny.family == "qwen3_5":
+        model = Qwen3_5ForCausalLM(Qwen3_5TextConfig(**sizes, **_HYBRID_SIZES))
     else:
         kinds = ["sliding_attention", "full_attention"]
         model = Qwen3ForCausalLM(
@@ -91,7 +100,13 @@ def _randomise(model: PreTrainedModel, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     tied = model.config.tie_word_embeddings
     for name, parameter in model.named_parameters():
-        if parameter.ndim == 1:  # norms
+        if name.endswith("A_log"):  # half-lives from one token to some hundred
+            parameter.copy_(torch.linspace(-5.0, 0.0, parameter.numel()))
+        elif name.endswith("dt_bias"):
+            parameter.normal_(0.0, 1.0, generator=generator)
+        elif name.endswith("conv1d.weight"):
+            parameter.normal_(0.0, 0.6, generator=generator)
+        elif parameter.ndim == 1:  # norms
             parameter.normal_(1.0, 0.2, generator=generator)
             spread = _SHARPNESS if name.endswith("q_norm.weight") else 1.0
             parameter *= spread
@@ -101,23 +116,3 @@ def _randomise(model: PreTrainedModel, seed: int) -> None:
                 parameter *= _SHARPNESS
             elif name.startswith("lm_head") or (tied and "embed_tokens" in name):
                 parameter *= _LOGIT_NATS
-
-
-def _byte_tokenizer() -> PreTrainedTokenizerFast:
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    backend = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    backend.decoder = decoders.ByteLevel()
-    backend.add_special_tokens([AddedToken(token, special=True) for token in SPECIAL_TOKENS])
-    end_of_text, im_start, im_end, mask = SPECIAL_TOKENS
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=backend,
-        pad_token=end_of_text,
-        additional_special_tokens=[im_start],
-        eos_token=im_end,
-        mask_token=mask,
-        clean_up_tokenization_spaces=False,
-    )
-    tokenizer.chat_template = _CHAT_TEMPLATE
-    assert tokenizer.convert_tokens_to_ids(list(SPECIAL_TOKENS)) == list(range(256, 260))
-    return tokenizer

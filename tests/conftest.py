@@ -20,6 +20,8 @@ from target.prepare import prepare_target
 
 FAMILIES = ("llama", "qwen3", "qwen3_sliding")
 """Every kind of tiny target; `@pytest.mark.parametrize("family", FAMILIES)` with `from conftest import FAMILIES`."""
+HYBRID = "qwen3_5"
+"""A random hybrid, three Gated-DeltaNet layers to one of full attention: `tiny_target(HYBRID)`."""
 
 torch.set_num_threads(1)
 

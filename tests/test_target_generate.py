@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from conftest import FAMILIES
+from conftest import FAMILIES, HYBRID
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -39,12 +39,12 @@ def without_cache(target: Target, prompt: list[int], num_tokens: int) -> list[in
     return ids[len(prompt) :]
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [*FAMILIES, HYBRID])
 def test_a_greedy_batch_is_each_row_decoded_without_any_cache(
     tiny_target: MakeTarget, family: str
 ) -> None:
     """Left padding, positions, the growing cache and rows that leave the batch change nothing."""
-    target = tiny_target(family)
+    target = dataclasses.replace(tiny_target(family), eos_token_ids=())
     slow = [without_cache(target, prompt, 30) for prompt in PROMPTS]
     # end-of-text ids that end most rows early, at different steps
     target = dataclasses.replace(
@@ -55,8 +55,9 @@ def test_a_greedy_batch_is_each_row_decoded_without_any_cache(
     assert generate_batch(target, PROMPTS, 30, GREEDY) == slow
 
 
-def test_a_long_answer_outgrows_the_cache_buffers(tiny_target: MakeTarget) -> None:
-    target = dataclasses.replace(tiny_target("qwen3"), eos_token_ids=())
+@pytest.mark.parametrize("family", ["qwen3", HYBRID])
+def test_a_long_answer_outgrows_the_cache_buffers(tiny_target: MakeTarget, family: str) -> None:
+    target = dataclasses.replace(tiny_target(family), eos_token_ids=())
     batch = generate_batch(target, PROMPTS[:2], 80, GREEDY)
     assert batch == [without_cache(target, prompt, 80) for prompt in PROMPTS[:2]]
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import FAMILIES
+from conftest import FAMILIES, HYBRID
 from safetensors.torch import load_file, save_file
 from transformers import Qwen3_5Config, Qwen3_5ForConditionalGeneration
 
@@ -44,7 +44,7 @@ def edit_weights(section: TargetSection, edit: Callable[[dict[str, torch.Tensor]
     save_file(tensors, path, metadata={"format": "pt"})
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [*FAMILIES, HYBRID])
 def test_equal_settings_make_equal_bytes_and_another_seed_does_not(
     tiny_config: MakeConfig, tmp_path: Path, family: str
 ) -> None:
@@ -79,7 +79,7 @@ def test_a_tiny_target_that_cannot_be_made_leaves_nothing(
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [*FAMILIES, HYBRID])
 def test_greedy_text_of_a_tiny_target_depends_on_its_context(
     tiny_target: MakeTarget, family: str
 ) -> None:
@@ -92,11 +92,12 @@ def test_greedy_text_of_a_tiny_target_depends_on_its_context(
     assert target.lm_head.bfloat16().float().equal(target.lm_head)  # bf16 loses nothing
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [*FAMILIES, HYBRID])
 def test_what_is_loaded_is_what_the_recipe_says(tiny_target: MakeTarget, family: str) -> None:
     target = tiny_target(family)
-    sliding = ("sliding_attention", "full_attention") * 3
-    assert target.layer_types == (sliding if family == "qwen3_sliding" else ("full_attention",) * 6)
+    linear, sliding, full = "linear_attention", "sliding_attention", "full_attention"
+    kinds = {"qwen3_sliding": (sliding, full) * 3, HYBRID: (*[linear] * 3, full, *[linear] * 2)}
+    assert target.layer_types == kinds.get(family, (full,) * 6)
     assert target.eos_token_ids == (258,)
     assert not target.model.training
     assert not any(p.requires_grad for p in target.model.parameters())

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from conftest import FAMILIES
+from conftest import FAMILIES, HYBRID
 from torch import Tensor, nn
 
 from target.load import Target
@@ -29,7 +29,7 @@ def right_padded(rows: list[Tensor], fill: int) -> tuple[Tensor, Tensor]:
     return ids, lengths
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [*FAMILIES, HYBRID])
 @pytest.mark.parametrize("layer_ids", [TAPS, (4, 0), (3,)])
 def test_taps_are_the_outputs_of_their_layers(
     tiny_target: MakeTarget, family: str, layer_ids: tuple[int, ...]
@@ -50,7 +50,7 @@ def test_taps_are_the_outputs_of_their_layers(
             assert output.last_hidden is None
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [*FAMILIES, HYBRID])
 def test_right_padding_changes_no_real_token_and_reads_as_zero(
     tiny_target: MakeTarget, family: str
 ) -> None:
@@ -68,7 +68,9 @@ def test_right_padding_changes_no_real_token_and_reads_as_zero(
             (outputs[0].features[i], alone.features[0]),
             (outputs[0].last_hidden[i], alone.last_hidden[0]),
         ):
-            torch.testing.assert_close(padded[: len(row)], single, rtol=1e-5, atol=2e-5)
+            # the delta rule's triangular solve rounds otherwise on another number of rows
+            atol = 1e-4 if family == HYBRID else 2e-5
+            torch.testing.assert_close(padded[: len(row)], single, rtol=1e-5, atol=atol)
             assert not padded[len(row) :].any()
 
 
