@@ -53,9 +53,12 @@ setup() {
   echo "setup: installing $torch, then the rest (about two minutes)"
   .venv/bin/python -m pip install -qq --disable-pip-version-check "$torch" || die "pip could not install $torch; is a package index reachable?"
   .venv/bin/python -m pip install -qq --disable-pip-version-check -c constraints.txt -e "$target" || die "pip could not install the dependencies; see its message above"
-  # z-lab's reader of our exports, for one test; without its pins, which it does not need
-  [ "$extra" != test ] || .venv/bin/python -m pip install -qq --disable-pip-version-check --no-deps dflash==0.1.0 ||
-    echo "setup: dflash 0.1.0 is not to be had; the test that z-lab's code reads our folders will be skipped"
+  # the independent readers of our exports, for tests/test_export_interop.py; without their pins, which they do not need
+  if [ "$extra" = test ]; then
+    .venv/bin/python -m pip install -qq --disable-pip-version-check -c constraints.txt -e ".[interop]" 2>/dev/null &&
+      .venv/bin/python -m pip install -qq --disable-pip-version-check --no-deps dflash==0.1.0 speculators==0.9.0 hs-connectors==0.9.0 2>/dev/null ||
+      echo "setup: dflash 0.1.0 or speculators 0.9.0 are not to be had; the tests that they read our folders will be skipped"
+  fi
   echo "$wanted" > "$stamp"
 }
 
