@@ -25,20 +25,48 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     if not path.is_file():
         known = ", ".join(sorted(str(p) for p in Path("configs").glob("*.yaml"))) or "none here"
         raise FileNotFoundError(f"no config file {path}; recipes in configs/: {known}")
-    try:
-        tree = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from error
-    if not isinstance(tree, dict):
-        raise ValueError(
-            f"{path} must hold sections (run:, target:, ...), found {type(tree).__name__}"
-        )
+    tree = _read_mapping(path, "sections (run:, target:, ...)")
+    tree = {key: _included(section, path.parent) for key, section in tree.items()}
     for override in overrides:
         _apply(tree, override)
     try:
         return Config.model_validate(tree)
     except ValidationError as error:
         raise ValueError(_one_line(path, error)) from error
+
+
+def _read_mapping(path: Path, what: str) -> dict[str, Any]:
+    try:
+        tree = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from error
+    if not isinstance(tree, dict):
+        raise ValueError(f"{path} must hold {what}, found {type(tree).__name__}")
+    return tree
+
+
+def _included(section: Any, folder: Path) -> Any:
+    """A section with `include: FILE` (beside the recipe) is that file's keys, with the section's own put over them.
+
+    `sources` of both are kept, the file's first; a file that is included may include no other.
+    """
+    if not isinstance(section, dict) or "include" not in section:
+        return section
+    own = dict(section)
+    names = own.pop("include")
+    merged: dict[str, Any] = {}
+    for name in [names] if isinstance(names, str) else names:
+        if not isinstance(name, str) or not (folder / name).is_file():
+            raise FileNotFoundError(f"include: {name!r} is no file in {folder}; correct the name")
+        merged = _merged(merged, _read_mapping(folder / name, "a section's keys"))
+    return _merged(merged, own)
+
+
+def _merged(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
+    both = {**base, **over}
+    if "sources" in base and "sources" in over:
+        both["sources"] = [*base["sources"], *over["sources"]]
+    return both
 
 
 def _apply(tree: dict[str, Any], override: str) -> None:

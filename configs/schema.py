@@ -30,7 +30,18 @@ TREE_LOSSES = frozenset({"tree", "tree_live", "tree_surrogate"})
 """Losses that build the block's draft tree."""
 SOFT_LOSSES = frozenset({"kl", "tv", "lk"})
 """Losses that compare with the target's distribution."""
-SourceKind = Literal["jsonl", "parquet", "datasets", "packages"]
+SourceKind = Literal["jsonl", "json", "csv", "parquet", "datasets", "packages"]
+Category = Literal[
+    "math",
+    "code",
+    "chat",
+    "stem",
+    "instruction",
+    "tools",
+    "multilingual",
+    "long_context",
+    "other",
+]
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 
 
@@ -147,29 +158,82 @@ class DrafterSection(Section):
         return self
 
 
+class Bounds(Section):
+    """Numbers a column may hold, both ends included."""
+
+    min: float | None = None
+    max: float | None = None
+
+
 class SourceSection(Section):
     name: str
     """Shown in the `source` column and in reports."""
     kind: SourceKind
     path: str | None = None
-    """jsonl and parquet: file, folder or glob. datasets: hub id or local folder. packages: a recipe name of data/packages.py."""
+    """jsonl, json, csv, parquet: file, folder or glob (.gz too for text). datasets: hub id or local folder. packages: a recipe
+    name of data/recipes.py."""
     revision: str | None = None
+    """`datasets` only: commit hash; `./launch.sh data CONFIG --pin` writes it."""
     dataset_split: str = "train"
     """`datasets` only: which split to read."""
     subset: str | None = None
     """`datasets` only: the configuration name."""
+    streaming: bool = True
+    """`datasets` only: rows flow from the hub as they are needed; false: the whole set is fetched into the hub's cache once."""
+    category: Category = "other"
+    """What the mix is counted by."""
     messages_column: str = "messages"
     """Column with the conversation (list of {role, content}); `conversations` with {from, value} is understood too."""
     prompt_column: str | None = None
     """Column with a bare user prompt, instead of a conversation."""
+    prompt_template: str | None = None
+    """User prompt made of columns, e.g. `{instruction} {input}`, instead of a conversation. Empty columns leave no gap."""
+    response_column: str | None = None
+    """Column with the answer to a bare prompt, for data.responses.generate=false."""
+    system_column: str | None = None
+    """Column with a system prompt; empty: none."""
+    tools_column: str | None = None
+    """Column with function schemas (a list, or JSON text) that the chat template is given as `tools`."""
+    filter: dict[str, tuple[str | bool | int | float, ...] | Bounds] = Field(default_factory=dict)
+    """Rows are read only if each named column holds one of the listed values, or a number inside {min, max}."""
+    languages: tuple[str, ...] = ()
+    """ISO 639-1 codes; prompts surely in another language are rejected. Empty: all."""
+    thinking: bool | Fraction | None = None
+    """Chat template's enable_thinking for these rows: true, false, or the share of rows with true (by content hash); null: as
+    target.chat_template_kwargs say."""
+    read: PositiveInt | None = None
+    """At most this many rows are read: `take` and what cleaning will drop. From a streamed set they are spread over it by
+    run.seed. null: all."""
     take: PositiveInt | None = None
-    """At most this many samples, after filters; null: all."""
+    """Samples in the finished corpus, at most; null: all."""
+    min_prompt_tokens: int = Field(default=0, ge=0)
+    """Shorter prompts are rejected; for long-context sources."""
+    max_prompt_tokens: PositiveInt | None = None
+    """Default: data.max_prompt_tokens."""
     split: Literal["auto", "train", "test"] = "auto"
     """auto splits by conversation hash; test keeps the source for evaluation and decontaminates training data against it."""
     task: str | None = None
     """Task name in evaluation tables; default: the source's name."""
     license: str = "unverified"
     """SPDX id, as far as checked."""
+    facts: str = "unverified"
+    """Where licence, size and columns were read, and when; `unverified` is shown as such in plans and pages."""
+    num_rows: PositiveInt | None = None
+    """Rows the source is said to have, for plans."""
+    expected_tokens: PositiveInt | None = None
+    """Expected mean tokens a sample (prompt and response), for plans before the corpus exists."""
+
+    @model_validator(mode="after")
+    def _check(self) -> SourceSection:
+        if self.read is not None and self.take is not None and self.read < self.take:
+            raise ValueError(
+                f"data.sources {self.name!r}: read={self.read} is below take={self.take}; read more or take less"
+            )
+        if self.prompt_column is not None and self.prompt_template is not None:
+            raise ValueError(
+                f"data.sources {self.name!r} has both prompt_column and prompt_template; keep one"
+            )
+        return self
 
 
 class ResponsesSection(Section):
@@ -197,6 +261,15 @@ class DataSection(Section):
     """Shorter responses are rejected: no block fits."""
     max_repetition: Fraction = 0.3
     """Reject a response if more than this share of its 8-grams are repeats (greedy decoding loops)."""
+    max_prompt_repetition: Fraction = 0.7
+    """Reject a prompt if more than this share of its 8-grams of words are repeats."""
+    near_duplicate_similarity: Annotated[float, Field(gt=0, lt=1)] | None = 0.8
+    """Of prompts whose sets of 5-grams of words have at least this Jaccard similarity (MinHash estimate) the first stays; null:
+    only equal ones are removed."""
+    max_malformed: Fraction = 0.0
+    """Share of a source's rows that may be of an unknown shape: they are rejected and counted. 0: the first one stops the run."""
+    spare_fraction: Fraction = 0.0
+    """Prompts labelled beyond each source's `take`, as a share of it, to replace those whose responses are rejected."""
     decontaminate_ngram: int = Field(default=13, ge=0)
     """Training prompts sharing an n-gram of words with a test prompt are dropped; 0 switches it off."""
     validation_fraction: Fraction = 0.005
@@ -218,7 +291,25 @@ class DataSection(Section):
             raise ValueError(f"data.sources have equal names: {sorted(names)}")
         if self.validation_fraction + self.test_fraction >= 1:
             raise ValueError("data.validation_fraction + data.test_fraction must be below 1")
+        self._check_total()
         return self
+
+    def _check_total(self) -> None:
+        """What a recipe states about its size must be what its sources add up to. Test sources stand beside the total."""
+        mixed = [source for source in self.sources if source.split != "test"]
+        takes = [source.take for source in mixed if source.take is not None]
+        if self.num_samples is None or len(takes) < len(mixed):
+            return
+        if sum(takes) != self.num_samples:
+            raise ValueError(
+                f"data.sources take {sum(takes)} samples, data.num_samples says {self.num_samples}; make them equal"
+            )
+        tokens = [s.take * s.expected_tokens for s in mixed if s.take and s.expected_tokens]
+        mean = sum(tokens) / sum(takes) if len(tokens) == len(mixed) else None
+        if mean and self.expected_tokens and abs(self.expected_tokens / mean - 1) > 0.02:
+            raise ValueError(
+                f"data.expected_tokens={self.expected_tokens}, but the sources' expected_tokens average {mean:.0f}; make them equal"
+            )
 
 
 class ExtractSection(Section):
@@ -323,7 +414,7 @@ class TrainSection(Section):
     @classmethod
     def _check_loss(cls, value: Any) -> Any:
         # said here: a union's own errors name its members, not the key
-        weights = value if isinstance(value, dict) else {value: 1.0}
+        weights = value if isinstance(value, dict) else {str(value): 1.0}
         known = ", ".join(f"'{name}'" for name in LOSS_NAMES)
         if not weights or not set(weights) <= set(LOSS_NAMES):
             raise ValueError(f"a loss is one of {known}, or a mapping of such names to weights")

@@ -8,19 +8,47 @@ from typing import Any
 from common.fingerprint import require_equal
 from configs.schema import DataSection
 
-# stated for plans made before the corpus exists: they change no row
+# stated for plans made before the corpus exists, or shown beside it: they change no row
 _PLAN_ONLY = {"num_samples", "expected_tokens", "expected_response_tokens"}
+_SHOWN_ONLY = ("license", "facts", "category", "num_rows", "expected_tokens")
+# a setting that is off decides nothing: a corpus made before it existed is still of this recipe
+_OFF = {
+    "max_prompt_repetition": 1.0,
+    "near_duplicate_similarity": None,
+    "max_malformed": 0.0,
+    "spare_fraction": 0.0,
+}
+_SOURCE_OFF = {
+    "streaming": True,
+    "prompt_template": None,
+    "response_column": None,
+    "system_column": None,
+    "tools_column": None,
+    "filter": {},
+    "languages": [],
+    "thinking": None,
+    "read": None,
+    "min_prompt_tokens": 0,
+    "max_prompt_tokens": None,
+}
 
 
 def data_recipe(data: DataSection) -> dict[str, Any]:
     """`data.*` settings that decide the corpus, by dotted key; sources by name, with their order."""
-    recipe = _flat("data", data.model_dump(mode="json", exclude=_PLAN_ONLY))
-    for source in data.sources:
-        key = f"data.sources.{source.name}"
-        del recipe[f"{key}.license"]
-        if source.kind in ("jsonl", "parquet"):
-            del recipe[f"{key}.path"]  # equal files elsewhere are the same source
-    return recipe
+    settings = _without(data.model_dump(mode="json", exclude=_PLAN_ONLY), _OFF)
+    settings["sources"] = [_source_settings(source) for source in settings["sources"]]
+    return _flat("data", settings)
+
+
+def _source_settings(source: dict[str, Any]) -> dict[str, Any]:
+    kept = {key: value for key, value in source.items() if key not in _SHOWN_ONLY}
+    if source["kind"] not in ("datasets", "packages"):
+        del kept["path"]  # equal files elsewhere are the same source
+    return _without(kept, _SOURCE_OFF)
+
+
+def _without(settings: dict[str, Any], off: Mapping[str, Any]) -> dict[str, Any]:
+    return {k: value for k, value in settings.items() if k not in off or value != off[k]}
 
 
 def require_same_data(what: str, settings: Mapping[str, Any], data: DataSection) -> None:
