@@ -8,9 +8,10 @@ N blocks, L = K-1 drafted slots, M children listed a slot (M >= min(B, V) loses 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush, heapreplace
+from itertools import islice
 
 import numpy as np
 import torch
@@ -19,7 +20,10 @@ from torch import Tensor
 from ddtree.order import IMPOSSIBLE, as_nats, fixed_point, require_budget
 from ddtree.tree import DraftTree
 
-_Prefix = tuple[float, int, tuple[int, ...], int]  # cost, depth, child ranks, parent node
+Prefix = tuple[float, int, tuple[int, ...], int]
+"""cost (minus the fixed-point score), depth, child ranks, parent node. As tuples prefixes compare as the total order does."""
+
+ROOT: Prefix = (0.0, 0, (0,), -1)
 
 
 def build_tree(anchor_token: int, top_log_probs: Tensor, top_ids: Tensor, budget: int) -> DraftTree:
@@ -29,8 +33,44 @@ def build_tree(anchor_token: int, top_log_probs: Tensor, top_ids: Tensor, budget
     Source: DDTree, arXiv:2604.12989, with ties settled.
     """
     require_budget(budget)
-    costs = (-fixed_point(top_log_probs[:, :budget])).tolist()
-    path_costs, depths, paths, parents = zip(*_best_first(costs, budget), strict=True)
+    found = islice(best_first(slot_costs(top_log_probs, budget)), budget)
+    return as_tree(anchor_token, [ROOT, *found], top_ids)
+
+
+def slot_costs(top_log_probs: Tensor, budget: int) -> list[list[float]]:
+    """(L, M) log-probs as costs in fixed point, at most `budget` a slot: no tree of that budget needs more."""
+    return (-fixed_point(top_log_probs[:, :budget])).tolist()
+
+
+def best_first(costs: list[list[float]]) -> Iterator[Prefix]:
+    """All possible prefixes in the total order; a prefix's parent is the index of an earlier one, counted from 1 (0: root).
+
+    costs: of `slot_costs`. After a popped prefix its next sibling and its first child are pushed, and no more: whatever
+    else follows it comes after one of these two.
+    """
+    never = float(-IMPOSSIBLE)
+    slots = [[*slot, never] for slot in costs]  # `never` stands after the last child
+    slots.append([never])  # and below the last slot
+    heap: list[Prefix] = [(slots[0][0], 1, (0,), 0)] if slots[0][0] < never else []
+    popped = 0
+    while heap:
+        cost, depth, path, parent = prefix = heap[0]
+        popped += 1
+        rank, slot = path[-1], slots[depth - 1]
+        sibling = cost - slot[rank] + slot[rank + 1]
+        if sibling < never:
+            heapreplace(heap, (sibling, depth, (*path[:-1], rank + 1), parent))
+        else:
+            heappop(heap)
+        child = cost + slots[depth][0]
+        if child < never:
+            heappush(heap, (child, depth + 1, (*path, 0), popped))
+        yield prefix
+
+
+def as_tree(anchor_token: int, nodes: Sequence[Prefix], top_ids: Tensor) -> DraftTree:
+    """nodes: the root, then prefixes with parents before children; top_ids: (L, M)."""
+    path_costs, depths, paths, parents = zip(*nodes, strict=True)
     depth, rank = np.array(depths), np.array([path[-1] for path in paths])
     tokens = top_ids.cpu().numpy()[depth - 1, rank].astype(np.int64)
     tokens[0] = anchor_token
@@ -41,32 +81,6 @@ def build_tree(anchor_token: int, top_log_probs: Tensor, top_ids: Tensor, budget
         child_ranks=torch.from_numpy(rank),
         log_probs=as_nats(torch.from_numpy(0 - np.array(path_costs))),
     )
-
-
-def _best_first(costs: list[list[float]], budget: int) -> list[_Prefix]:
-    """The root and the first `budget` prefixes. As tuples they compare as the total order does.
-
-    A popped prefix is followed by its next sibling and its first child only: whatever else comes after one of these.
-    """
-    never = float(-IMPOSSIBLE)
-    for slot in costs:
-        slot.append(never)  # stands after the last child
-    costs.append([never])  # and below the last slot
-    found: list[_Prefix] = [(0.0, 0, (0,), -1)]
-    heap: list[_Prefix] = [(costs[0][0], 1, (0,), 0)] if costs[0][0] < never else []
-    while heap and len(found) <= budget:
-        cost, depth, path, parent = node = heap[0]
-        rank, slot = path[-1], costs[depth - 1]
-        sibling = cost - slot[rank] + slot[rank + 1]
-        if sibling < never:
-            heapreplace(heap, (sibling, depth, (*path[:-1], rank + 1), parent))
-        else:
-            heappop(heap)
-        child = cost + costs[depth][0]
-        if child < never:
-            heappush(heap, (child, depth + 1, (*path, 0), len(found)))
-        found.append(node)
-    return found
 
 
 @dataclass(frozen=True, eq=False)

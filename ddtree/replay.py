@@ -55,9 +55,10 @@ def ranks_in(batch: TreeBatch, gold_child_ranks: Tensor, num_gold: Tensor) -> Te
     return ranks
 
 
-def accepted(ranks: Tensor, num_gold: Tensor, budget: int) -> Tensor:
-    """(N,) draft tokens the walk accepts at `budget`, which is at most the max_budget of `ranks` (N, L)."""
-    return ((ranks <= budget) & _recorded(ranks, num_gold)).sum(dim=1)
+def accepted(ranks: Tensor, num_gold: Tensor, budget: int | Tensor) -> Tensor:
+    """(N,) draft tokens the walk accepts at `budget`, one for all or (N,), at most the max_budget of `ranks` (N, L)."""
+    budgets = budget[:, None] if isinstance(budget, Tensor) else budget
+    return ((ranks <= budgets) & _recorded(ranks, num_gold)).sum(dim=1)
 
 
 def chain_accepted(gold_child_ranks: Tensor, num_gold: Tensor) -> Tensor:
