@@ -133,15 +133,15 @@ def _decode(
     while len(tokens) < settings.max_new_tokens and tokens[-1] not in settings.eos_token_ids:
         tree = _propose(proposer, acceptor, tokens[-1], clock)
         with clock("verify"):
-            output = verifier.verify(tree)
+            output = verifier.verify([tree])
             # one token a node from the target's distribution there; the walk uses those on its way
-            choices = choose(output.logits, settings.sampling, generator).cpu()
+            choices = choose(output.logits[0], settings.sampling, generator).cpu()
         accepted = walk_tree(tree, choices)
         with clock("commit"):
-            verifier.commit(accepted.nodes)
+            verifier.commit([accepted.nodes])
         if proposer is not None:
             with clock("draft"):
-                proposer.append(output.features[accepted.nodes])
+                proposer.append(output.features[0, accepted.nodes])
         found = [int(tree.tokens[node]) for node in accepted.nodes[1:]] + [accepted.bonus]
         emitted = cut(found, settings.max_new_tokens - len(tokens), settings.eos_token_ids)
         records.append(PassRecord(len(tokens) - 1, tree, accepted, len(emitted)))

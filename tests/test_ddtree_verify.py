@@ -11,7 +11,8 @@ from conftest import FAMILIES
 from torch import Tensor
 
 from configs.schema import Config
-from ddtree.adapters import LAYER_ADAPTERS, AcceptedPath, FullAttention, VerifyNodes
+from ddtree.adapters import LAYER_ADAPTERS, FullAttention
+from ddtree.nodes import NodeBatch, PathBatch
 from ddtree.tree import DraftTree, chain_tree
 from ddtree.verify import TreeVerifier
 from ddtree.walk import walk_tree
@@ -66,19 +67,19 @@ def plain_logits(target: Target, ids: Tensor) -> Tensor:
 def assert_every_node_is_its_path(
     target: Target, verifier: TreeVerifier, committed: Tensor, tree: DraftTree, tolerance: float
 ) -> None:
-    output = verifier.verify(tree)
+    output = verifier.verify([tree])
     for node in range(len(tree)):
         ids = torch.cat([committed, tree.tokens[tree.path(node)]])
         expected = plain_logits(target, ids)
-        error = (output.logits[node] - expected).norm() / expected.norm()
+        error = (output.logits[0, node] - expected).norm() / expected.norm()
         assert error < tolerance, (node, float(error))
         features = forward_with_taps(target, ids[None], torch.tensor([len(ids)]), TAPS, False)
         expected = features.features[0, -1]
-        assert (output.features[node] - expected).norm() < tolerance * expected.norm()
+        assert (output.features[0, node] - expected).norm() < tolerance * expected.norm()
 
 
-def committed_bytes(verifier: TreeVerifier) -> list[Tensor]:
-    return [part.clone() for layer in verifier._layers for part in layer.committed()]
+def committed_bytes(verifier: TreeVerifier, row: int = 0) -> list[Tensor]:
+    return [part.clone() for layer in verifier._layers for part in layer.committed(row)]
 
 
 @families
@@ -139,10 +140,10 @@ def test_verify_leaves_no_trace(tiny_target: MakeTarget, family: str) -> None:
     verifier.prefill(random_ids(generator, 250))
     before = committed_bytes(verifier)
     tree = random_tree(generator, 3, 40, [])  # outgrows the first buffer of 256
-    first = verifier.verify(tree)
-    verifier.verify(random_tree(generator, 9, 10, []))
-    again = verifier.verify(tree)
-    assert verifier.length == 250
+    first = verifier.verify([tree])
+    verifier.verify([random_tree(generator, 9, 10, [])])
+    again = verifier.verify([tree])
+    assert verifier.lengths == [250]
     assert all(map(torch.equal, before, committed_bytes(verifier)))
     assert torch.equal(first.logits, again.logits)
     assert torch.equal(first.features, again.features)
@@ -161,19 +162,19 @@ def test_committed_cache_equals_one_built_token_by_token(
     for _ in range(6):
         before = committed_bytes(verifier)
         tree = random_tree(generator, 3, 20, random_ids(generator, 8).tolist())
-        features = verifier.verify(tree).features
+        features = verifier.verify([tree]).features[0]
         path = tree.path(int(torch.randint(len(tree), (), generator=generator)))
-        verifier.commit(path)
+        verifier.commit([path])
         for node in path:
-            output = plain.verify(chain_tree(tree.tokens[node : node + 1]))
-            torch.testing.assert_close(features[node], output.features[0], rtol=1e-4, atol=1e-4)
-            plain.commit([0])
+            output = plain.verify([chain_tree(tree.tokens[node : node + 1])])
+            torch.testing.assert_close(features[node], output.features[0, 0], rtol=1e-4, atol=1e-4)
+            plain.commit([[0]])
         prefixes = [
-            after[:, :, : kept.shape[2]]
+            after[:, : kept.shape[1]]
             for after, kept in zip(committed_bytes(verifier), before, strict=True)
         ]
         assert all(map(torch.equal, prefixes, before))
-    assert verifier.length == plain.length
+    assert verifier.lengths == plain.lengths
     for found, expected in zip(committed_bytes(verifier), committed_bytes(plain), strict=True):
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
 
@@ -198,13 +199,13 @@ def test_hundreds_of_tokens_by_trees_equal_plain_decoding(
         if passes % 3 == 0:  # wrong after a while
             to_come[2:] = [(token + 1) % 250 for token in to_come[2:]]
         tree = random_tree(generator, text[-1], 24, to_come)
-        walked = walk_tree(tree, verifier.verify(tree).logits.argmax(-1))
-        verifier.commit(walked.nodes)
+        walked = walk_tree(tree, verifier.verify([tree]).logits[0].argmax(-1))
+        verifier.commit([walked.nodes])
         text += [*tree.tokens[walked.nodes[1:]].tolist(), walked.bonus]
         passes += 1
     assert text[:200] == plain_text[:200]
     assert passes < 100  # the trees did carry more than their roots
-    assert verifier.length == len(prompt) + len(text) - 1
+    assert verifier.lengths == [len(prompt) + len(text) - 1]
 
 
 @families
@@ -216,31 +217,76 @@ def test_prefill_in_pieces_and_anew(tiny_target: MakeTarget, family: str) -> Non
     verifier = TreeVerifier(target, TAPS, prefill_tokens=5)
     verifier.prefill(random_ids(generator, 40))  # an earlier sequence must not show
     pieces = verifier.prefill(prompt)
-    assert verifier.length == 23
+    assert verifier.lengths == [23]
     torch.testing.assert_close(pieces.logits, whole.logits, rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(pieces.features, whole.features, rtol=1e-4, atol=1e-4)
     expected = forward_with_taps(target, prompt[None], torch.tensor([23]), TAPS, False).features[0]
     torch.testing.assert_close(whole.features, expected, rtol=1e-4, atol=1e-4)
 
 
+@families
+def test_rows_of_a_batch_equal_verifiers_of_their_own(tiny_target: MakeTarget, family: str) -> None:
+    generator = torch.Generator().manual_seed(6)
+    target = tiny_target(family)
+    together = TreeVerifier(target, TAPS, num_sequences=3, prefill_tokens=9)
+    alone = [TreeVerifier(target, TAPS) for _ in range(3)]
+    for row, length in enumerate((1, 31, 12)):
+        prompt = random_ids(generator, length)
+        found, expected = together.prefill(prompt, row), alone[row].prefill(prompt)
+        torch.testing.assert_close(found.logits, expected.logits, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(found.features, expected.features, rtol=1e-4, atol=1e-4)
+    for turn in range(6):
+        if turn == 4:  # a row starts anew while the others go on
+            prompt = random_ids(generator, 5)
+            together.prefill(prompt, 1)
+            alone[1].prefill(prompt)
+        trees = [random_tree(generator, 3, size, [1, 2, 3, 4]) for size in (5, 9, 14)]
+        before = [committed_bytes(together, row) for row in range(3)]
+        idle = turn % 4  # 3: none
+        output = together.verify([None if row == idle else trees[row] for row in range(3)])
+        for row in range(3):
+            assert all(map(torch.equal, before[row], committed_bytes(together, row)))
+        paths: list[list[int]] = [[], [], []]
+        for row, (tree, own) in enumerate(zip(trees, alone, strict=True)):
+            if row == idle:
+                continue
+            expected = own.verify([tree])
+            paths[row] = tree.path(len(tree) - 1 - turn % 3)
+            own.commit([paths[row]])
+            for found, single in (
+                (output.logits, expected.logits),
+                (output.features, expected.features),
+            ):
+                torch.testing.assert_close(found[row, : len(tree)], single[0], rtol=1e-4, atol=1e-4)
+        together.commit(paths)
+        if idle < 3:
+            assert all(map(torch.equal, before[idle], committed_bytes(together, idle)))
+        assert together.lengths == [own.lengths[0] for own in alone]
+    for row, own in enumerate(alone):
+        for found, single in zip(committed_bytes(together, row), committed_bytes(own), strict=True):
+            torch.testing.assert_close(found, single, rtol=1e-4, atol=1e-4)
+
+
 def test_only_paths_of_the_last_tree_can_be_committed(tiny_target: MakeTarget) -> None:
     verifier = TreeVerifier(tiny_target(), TAPS)
     verifier.prefill(torch.tensor([1, 2]))
-    verifier.verify(tree_from([1, 2, 3], [-1, 0, 0]))
-    for wrong in ([], [1], [0, 1, 2]):
+    verifier.verify([tree_from([1, 2, 3], [-1, 0, 0])])
+    for wrong in ([1], [0, 1, 2]):
         with pytest.raises(AssertionError):
-            verifier.commit(wrong)
-    verifier.commit([0, 2])
-    assert verifier.length == 4
+            verifier.commit([wrong])
+    verifier.commit([[0, 2]])
+    assert verifier.lengths == [4]
     with pytest.raises(IndexError):
-        verifier.commit([0])
+        verifier.commit([[0]])
 
 
 def test_moves_only_what_is_out_of_place() -> None:
-    path = AcceptedPath.of([0, 1, 4, 7], torch.device("cpu"))
-    assert (path.num_in_place, path.moved.tolist()) == (2, [4, 7])
-    path = AcceptedPath.of([0, 1, 2], torch.device("cpu"))
-    assert (path.num_in_place, path.moved.tolist()) == (3, [])
+    paths = PathBatch.of([[0, 1, 4, 7]], [9], 0, torch.device("cpu"))
+    assert paths.moved.tolist() == [[0, 0], [13, 16], [11, 12]]
+    assert PathBatch.of([[0, 1, 2]], [9], 0, torch.device("cpu")).moved.shape == (3, 0)
+    # a shorter row's nodes lie behind the longest row, so all of them move
+    paths = PathBatch.of([[0, 2], [], [0, 1]], [9, 4, 7], 0, torch.device("cpu"))
+    assert paths.moved.tolist() == [[0, 2, 2], [11, 9, 10], [10, 7, 8]]
 
 
 def test_an_unknown_layer_type_is_refused_by_name(tiny_target: MakeTarget) -> None:
@@ -265,26 +311,26 @@ def test_an_empty_prompt_is_refused(tiny_target: MakeTarget) -> None:
 
 
 class _SiblingsSeeEachOther(FullAttention):
-    def visible(self, nodes: VerifyNodes) -> Tensor:
-        chain = torch.ones_like(nodes.ancestors).tril()
-        return super().visible(dataclasses.replace(nodes, ancestors=chain))
-
-
-class _RootForgetsOneToken(FullAttention):
-    def visible(self, nodes: VerifyNodes) -> Tensor:
+    def visible(self, nodes: NodeBatch) -> Tensor:
         mask = super().visible(nodes)
-        if len(nodes.depths) == 3:
-            mask[:, 0] = False
+        mask[:, :, -nodes.num_nodes :] = torch.ones_like(nodes.ancestors).tril()
         return mask
 
 
-class _CommitsTheFirstChild(FullAttention):
-    def commit(self, path: AcceptedPath) -> None:
-        super().commit(AcceptedPath(path.num_in_place + len(path.moved), path.moved[:0]))
+class _RootForgetsOneToken(FullAttention):
+    def visible(self, nodes: NodeBatch) -> Tensor:
+        mask = super().visible(nodes)
+        mask[:, :, 0] = False
+        return mask
+
+
+class _CommitsTheFirstNodes(FullAttention):
+    def commit(self, paths: PathBatch) -> None:
+        pass
 
 
 @pytest.mark.parametrize(
-    "broken", [_SiblingsSeeEachOther, _RootForgetsOneToken, _CommitsTheFirstChild]
+    "broken", [_SiblingsSeeEachOther, _RootForgetsOneToken, _CommitsTheFirstNodes]
 )
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_the_self_check_sees_a_target_that_treats_trees_differently(
@@ -310,9 +356,9 @@ def test_cuda_verifies_like_a_plain_forward(
     prompt = random_ids(generator, 20)
     verifier.prefill(prompt)
     tree = random_tree(generator, 3, 24, random_ids(generator, 12).tolist())
-    logits = verifier.verify(tree).logits
-    verifier.commit(path := tree.path(len(tree) - 1))
-    after = verifier.verify(chain_tree(torch.tensor([9]))).logits[0]
+    logits = verifier.verify([tree]).logits[0]
+    verifier.commit([path := tree.path(len(tree) - 1)])
+    after = verifier.verify([chain_tree(torch.tensor([9]))]).logits[0, 0]
     for node in range(len(tree)):
         ids = torch.cat([prompt, tree.tokens[tree.path(node)]]).cuda()
         torch.testing.assert_close(logits[node], plain_logits(target, ids), rtol=1e-3, atol=1e-3)
