@@ -34,7 +34,8 @@ class DrafterConfig:
     rope_theta: float
     rms_norm_eps: float
     max_position_embeddings: int
-    num_target_layers: int
+    num_target_layers: int | None
+    """None if the folder does not say (speculators' format does not)."""
 
     def __post_init__(self) -> None:
         _check_sizes(self)
@@ -126,8 +127,12 @@ def _check_target(config: DrafterConfig) -> None:
         )
     taps = config.target_layer_ids
     if not taps or list(taps) != sorted(set(taps)) or taps[0] < 0:
-        raise ValueError(f"target_layer_ids={list(taps)} must be increasing, from 0 on")
-    if taps[-1] >= config.num_target_layers:
         raise ValueError(
-            f"target_layer_ids={list(taps)}: the target has layers 0..{config.num_target_layers - 1}"
+            f"target_layer_ids={list(taps)} must be increasing, from 0 on: readers disagree on the order of others"
+        )
+    depth = config.num_target_layers
+    if depth is not None and taps[-1] >= depth - 1:
+        raise ValueError(
+            f"target_layer_ids={list(taps)}: the target has layers 0..{depth - 1}, and the last one is never tapped "
+            "(transformers returns it after the final norm, servers before it)"
         )

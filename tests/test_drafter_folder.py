@@ -15,7 +15,17 @@ from safetensors.torch import load_file, save_file
 from common.files import sha256_file, write_json
 from configs.schema import Config
 from drafter.config import FULL, DrafterConfig, drafter_config
-from drafter.folder import load_drafter, read_drafter_config, resolve_checkpoint, write_drafter
+from drafter.folder import (
+    drafter_fingerprint,
+    load_drafter,
+    read_drafter_config,
+    resolve_checkpoint,
+    write_drafter,
+)
+from drafter.model import Drafter
+from drafter.own_head import require_targets_own
+from drafter.weights import expected_shapes
+from target.head import TargetHead
 
 
 def write(path: Path, config: DrafterConfig = TINY, dtype: torch.dtype = torch.float32) -> Path:
@@ -145,9 +155,48 @@ def pickled(folder: Path) -> None:
     (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
 
 
-def sharded(folder: Path) -> None:
-    (folder / "model.safetensors").rename(folder / "model-00001-of-00002.safetensors")
-    (folder / "model.safetensors.index.json").write_text("{}")
+def shard(folder: Path, index: dict[str, Any] | None = None) -> None:
+    """The same tensors in two files, as transformers shards them; `index` replaces what the index file says."""
+    state = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    weight_map = {}
+    for number, names in enumerate((sorted(state)[:9], sorted(state)[9:]), 1):
+        file = f"model-0000{number}-of-00002.safetensors"
+        save_file({name: state[name] for name in names}, folder / file)
+        weight_map |= dict.fromkeys(names, file)
+    content = {"weight_map": weight_map} if index is None else index
+    (folder / "model.safetensors.index.json").write_text(json.dumps(content))
+
+
+def lose_a_shard(folder: Path) -> None:
+    shard(folder)
+    (folder / "model-00002-of-00002.safetensors").unlink()
+
+
+def repeat_a_tensor(folder: Path) -> None:
+    shard(folder)
+    second = folder / "model-00002-of-00002.safetensors"
+    save_file(load_file(second) | {"fc.weight": torch.zeros(32, 96)}, second)
+
+
+def deep_json(folder: Path) -> None:
+    (folder / "config.json").write_text("[" * 100_000)
+
+
+def huge_json(folder: Path) -> None:
+    (folder / "config.json").write_text(json.dumps({"dflash_config": "x" * 2_000_000}))
+
+
+def huge_header(folder: Path) -> None:
+    """A safetensors header that claims 2**60 bytes."""
+    file = folder / "model.safetensors"
+    file.write_bytes((2**60).to_bytes(8, "little") + file.read_bytes()[8:])
+
+
+def deepspeed_checkpoint(folder: Path) -> None:
+    (folder / "model.safetensors").unlink()
+    (folder / "latest").write_text("global_step300")
+    (folder / "mp_rank_00_model_states.pt").write_bytes(b"\x80\x02")
 
 
 def poison(value: float) -> Callable[[dict[str, torch.Tensor]], None]:
@@ -167,16 +216,61 @@ CORRUPTIONS: dict[str, tuple[Callable[[Path], object], str]] = {
     "truncated": (cut_short, r"damaged or cut short"),
     "truncated header": (cut_in_header, r"damaged or cut short"),
     "pickle": (pickled, r"pytorch_model.bin is a pickle and is not opened"),
-    "sharded": (sharded, r"sharded weights; merge them"),
+    "pickle beside an index": (
+        lambda f: shard(f, {"weight_map": {FC: "pytorch_model.bin"}}),
+        r"names 'pytorch_model.bin'; only .safetensors files beside it",
+    ),
+    "shard elsewhere": (
+        lambda f: shard(f, {"weight_map": {FC: "../other.safetensors"}}),
+        r"names '\.\./other.safetensors'; only .safetensors files beside it",
+    ),
+    "index without a map": (lambda f: shard(f, {}), r"index.json does not hold"),
+    "empty index": (lambda f: shard(f, {"weight_map": {}}), r"names no file"),
+    "a shard is missing": (lose_a_shard, r"model-00002-of-00002.safetensors is missing, a shard"),
+    "a tensor twice": (repeat_a_tensor, r"repeats 'fc.weight' of model-00001"),
+    "DeepSpeed's pickles": (deepspeed_checkpoint, r"is a checkpoint of DeepSpeed's own"),
+    "mask embedding": (
+        lambda f: (f / "mask_embedding.pt").write_bytes(b"\x80"),
+        r"mask_embedding.pt is a mask embedding of the drafter's own",
+    ),
+    "config nested too deep": (deep_json, r"nested too deep"),
+    "config of megabytes": (huge_json, r"is larger than 1,000,000 bytes"),
+    "header of 2**60 bytes": (huge_header, r"damaged or cut short"),
+    "empty file": (
+        lambda f: (f / "model.safetensors").write_bytes(b""),
+        r"damaged or cut short",
+    ),
     "unknown tensor": (
-        tensors(lambda s: s.update({"lm_head.weight": torch.ones(50, 32)})),
-        r"has lm_head.weight, a tensor of another model",
+        tensors(lambda s: s.update({"adapter.weight": torch.ones(2)})),
+        r"has 'adapter.weight', a tensor of another model",
+    ),
+    "head of another vocabulary": (
+        tensors(lambda s: s.update({"lm_head.weight": torch.ones(50, 16)})),
+        r"lm_head.weight has shape \[50, 16\], config.json makes it \[50, 32\]",
     ),
     "DFlash2 tensor": (
         tensors(lambda s: s.update({"layers.0.mlp_conv.base_kernel": torch.ones(2)})),
-        r"has layers.0.mlp_conv.base_kernel, a tensor of DFlash2",
+        r"has 'layers.0.mlp_conv.base_kernel', a tensor of DFlash2",
     ),
-    "missing tensor": (tensors(lambda s: s.pop(NORM)), r"lacks norm.weight \(1 missing\)"),
+    "part of the vocabulary": (
+        tensors(lambda s: s.update({"d2t": torch.zeros(10)})),
+        r"has a map to part of the vocabulary",
+    ),
+    "missing tensor": (tensors(lambda s: s.pop(NORM)), r"lack norm.weight \(1 missing\)"),
+    "swapped layer": (
+        tensors(
+            lambda s: s.update(
+                {"layers.0.mlp.up_proj.weight": s["layers.0.mlp.down_proj.weight"].clone()}
+            )
+        ),
+        r"layers.0.mlp.up_proj.weight has shape \[32, 48\], config.json makes it \[48, 32\]",
+    ),
+    "a layer more": (
+        changed(num_hidden_layers=4, layer_types=[FULL] * 4),
+        r"lack layers.3.input_layernorm.weight \(11 missing\)",
+    ),
+    "a billion layers": (changed(num_hidden_layers=10**9), r"must be from 1 to 1024"),
+    "hidden size beyond memory": (changed(hidden_size=10**12), r"hidden_size=1000000000000 is out"),
     "wrong shape": (
         tensors(lambda s: s.update({FC: torch.ones(32, 64)})),
         r"fc.weight has shape \[32, 64\], config.json makes it \[32, 96\]",
@@ -197,9 +291,12 @@ CORRUPTIONS: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "DFlash2 key": (
         changed(dflash__conv_kernel_size=2),
-        r"dflash_config.conv_kernel_size=2 belongs to",
+        r"dflash_config.conv_kernel_size=2 is a mark of DFlash2",
     ),
-    "selector": (changed(dflash__selector_rank=8), r"dflash_config.selector_rank=8 belongs to"),
+    "selector": (
+        changed(dflash__selector_rank=8),
+        r"dflash_config.selector_rank=8 is a mark of DFlash2",
+    ),
     "DFlash2 class": (changed(architectures=["DFlash2DraftModel"]), r"architectures=\['DFlash2"),
     "no dflash_config": (changed(dflash_config=...), r"dflash_config is missing"),
     "no mask token": (changed(dflash__mask_token_id=...), r"mask_token_id is missing"),
@@ -227,6 +324,33 @@ CORRUPTIONS: dict[str, tuple[Callable[[Path], object], str]] = {
     "window off": (changed(use_sliding_window=False), r"use_sliding_window=false contradicts"),
     "no window": (changed(sliding_window=None), r"sliding_window=None must be a whole number"),
     "not a number": (changed(hidden_size="32"), r"hidden_size='32' must be a whole number"),
+    "another vocabulary": (changed(draft_vocab_size=40), r"draft_vocab_size=40 contradicts"),
+    "taps the other way": (
+        changed(eagle_aux_hidden_state_layer_ids=[1, 2, 4]),
+        r"eagle_aux_hidden_state_layer_ids=\[1, 2, 4\] contradicts .* \[2, 3, 5\]",
+    ),
+    "last layer tapped": (changed(dflash__target_layer_ids=[1, 2, 5]), r"the last one is never"),
+    "taps out of order": (changed(dflash__target_layer_ids=[2, 1, 4]), r"must be increasing"),
+    "no head size": (changed(head_dim=...), r"head_dim is missing; readers disagree"),
+    "no key heads": (changed(num_key_value_heads=...), r"num_key_value_heads=None must be"),
+    "epsilon not a number": (changed(rms_norm_eps=float("nan")), r"rms_norm_eps=nan must be a fin"),
+    "causal no boolean": (changed(is_causal=[1]), r"is_causal=\[1\] breaks the mask rule"),
+    "scaled embedding": (changed(dflash__input_embedding_scale=2.0), r"input_embedding_scale=2.0"),
+    "scaled logits": (changed(dflash__output_multiplier=0.5), r"output_multiplier=0.5 is not"),
+    "rotary pairs": (changed(is_neox_style=False), r"is_neox_style=False is not supported"),
+    "part of the heads rotated": (
+        changed(rope_parameters={"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1]}),
+        r"rope_parameters.mrope_section=\[1\] is not supported",
+    ),
+    "drafts from the anchor": (
+        changed(dflash__sample_from_anchor=True),
+        r"sample_from_anchor=True",
+    ),
+    "windows everywhere": (changed(dflash__use_swa=True), r"use_swa=True is not supported"),
+    "another window": (changed(dflash__swa_window_size=9), r"swa_window_size=9 contradicts"),
+    "Domino": (changed(dflash__projector_type="domino"), r"projector_type='domino' is a mark of D"),
+    "attention sinks": (changed(dflash__attention_sink_bias=True), r"is a mark of MiMo's DFlash"),
+    "DSpark": (changed(markov_rank=256), r"markov_rank=256 is a mark of DSpark"),
     "heads": (changed(num_key_value_heads=3), r"num_attention_heads=4 is not a multiple"),
 }
 
@@ -240,6 +364,54 @@ def test_a_corrupted_folder_is_refused_in_one_clear_line(tmp_path, name):
         load_drafter(folder, "cpu", torch.float32)
     assert "\n" not in str(caught.value)
     assert str(tmp_path) in str(caught.value)
+
+
+def test_sharded_weights_are_the_same_drafter(tmp_path):
+    folder = write(tmp_path / "drafter")
+    shard(folder)
+    state = load_drafter(folder, "cpu", torch.float32).state_dict()
+    assert all(torch.equal(t, state[n]) for n, t in tiny_drafter().state_dict().items())
+    assert drafter_fingerprint(folder) == drafter_fingerprint(folder)
+
+
+def test_what_is_left_out_is_listed(tmp_path, caplog):
+    folder = write(tmp_path / "drafter")
+    changed(auto_map={"AutoModel": "x.Y"}, swa_sinks="yes\nno", dflash__mask_token="<m>")(folder)
+    tensors(lambda s: s.update({"embed_tokens.weight": torch.ones(50, 32)}))(folder)
+    assert load_drafter(folder, "cpu", torch.float32).config == TINY
+    said = [record.getMessage().removeprefix(f"{folder}: ") for record in caplog.records]
+    assert said == [
+        "auto_map names code of the folder's own, which is never run",
+        "swa_sinks='yes\\nno' is not known here and was left out",
+        "dflash_config.mask_token='<m>' is not known here and was left out",
+        "embed_tokens.weight: copies of the target's own, not read; the run's target is used",
+    ]
+
+
+def test_transformers_bookkeeping_and_neutral_values_are_no_notes(tmp_path, caplog):
+    folder = write(tmp_path / "drafter")
+    changed(bos_token_id=1, conv_kernel_size=0, logit_scale=1.0, dflash__causal=None)(folder)
+    load_drafter(folder, "cpu", torch.float32)
+    assert not caplog.records
+
+
+def test_a_copy_of_the_targets_head_must_be_the_targets(tmp_path):
+    folder = write(tmp_path / "drafter")
+    target = TargetHead(torch.randn(50, 32), torch.randn(50, 32))
+    require_targets_own(folder, target)  # none is carried
+    own = {"embed_tokens.weight": target.embedding, "lm_head.weight": target.head}
+    tensors(lambda s: s.update(own))(folder)
+    require_targets_own(folder, target)
+    other = target.head.clone()
+    other[7, 0] += 1
+    with pytest.raises(ValueError, match=r"lm_head.weight is not the target's .*differ at token 7"):
+        require_targets_own(folder, TargetHead(target.embedding, other))
+
+
+@pytest.mark.parametrize("config", [TINY, ALL_FULL], ids=["sliding", "full"])
+def test_expected_shapes_are_those_of_the_module(config):
+    module = {name: tuple(p.shape) for name, p in Drafter(config).named_parameters()}
+    assert expected_shapes(config) == module
 
 
 def test_causal_is_accepted_where_it_is_what_the_rule_gives_anyway(tmp_path):

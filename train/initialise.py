@@ -6,6 +6,7 @@ L target layers, D taps, H hidden.
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +54,8 @@ def from_folder(folder: Path, wanted: DrafterConfig) -> Drafter:
     """A released drafter, refused if any setting that shapes its function differs from the recipe's."""
     drafter = load_drafter(folder, "cpu", torch.float32)
     free = {"max_position_embeddings"}
+    if drafter.config.num_target_layers is None:  # speculators' format does not say
+        drafter.config = replace(drafter.config, num_target_layers=wanted.num_target_layers)
     require_equal(
         f"train.init_from={folder}",
         vars(drafter.config),
@@ -72,6 +75,7 @@ def from_target_layers(drafter: Drafter, config: DrafterConfig, target: Path) ->
     that queries and keys of the copied projections have on inputs of unit RMS, which keeps the target's scale.
     """
     tensors = TargetTensors(target)
+    assert config.num_target_layers is not None, "a recipe states its target's layers"
     first = config.num_target_layers - config.num_layers
     if first < 0:
         raise ValueError(
