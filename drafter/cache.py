@@ -1,16 +1,19 @@
-"""Drafting during decoding: context keys and values are kept, so a draft costs one forward of K tokens.
+"""Drafting during decoding: context keys and values are kept, so a draft costs one forward of K tokens a row.
 
-n new context tokens, D taps, K block size, G key-value heads, E head size, H hidden. Equal to `Drafter.forward`.
+Rows are sequences of their own lengths, decoded together; a row may start anew while the others go on.
+R rows, n new context tokens of a row, S context tokens in sight, D taps, K block size, G key-value heads, E head size,
+H hidden. Equal to `Drafter.forward`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import cast
 
 import torch
 from torch import Tensor
 
-from drafter.attention import KeysValues, make_attend
+from drafter.attention import Attend, KeysValues, make_attend
 from drafter.layers import Layer
 from drafter.masks import BlockLayout
 from drafter.model import Drafter
@@ -19,53 +22,85 @@ from drafter.model import Drafter
 class ContextCache:
     """Each layer's context keys and values, rotated at their absolute positions, in buffers that are made once."""
 
-    def __init__(self, drafter: Drafter, max_tokens: int):
+    def __init__(self, drafter: Drafter, max_tokens: int, num_sequences: int = 1):
         self.drafter = drafter
-        self.length = 0
-        """Context tokens held; the next draft's anchor stands at this position."""
-        config = drafter.config
-        shape = (1, max_tokens, config.num_key_value_heads, config.head_dim)
-        weight = drafter.fc.weight
+        self.lengths = [0] * num_sequences
+        """Context tokens a row; the next draft's anchor stands at this position."""
+        config, weight = drafter.config, drafter.fc.weight
+        shape = (num_sequences, max_tokens, config.num_key_value_heads, config.head_dim)
+        # zeros: what a shorter row does not have is hidden by a weight of 0, which a NaN would survive
         self._layers = [
-            KeysValues(weight.new_empty(shape), weight.new_empty(shape))
+            KeysValues(weight.new_zeros(shape), weight.new_zeros(shape))
             for _ in range(config.num_layers)
         ]
 
+    def start(self, row: int) -> None:
+        """Forget the row's context: a new sequence begins there."""
+        self.lengths[row] = 0
+
     @torch.no_grad()
-    def append(self, features: Tensor) -> None:
-        """Take in the target features of the next tokens, (n, D, H); n may be 0."""
-        end = self.length + len(features)
-        assert end <= self._layers[0].keys.shape[1], "the cache was made for fewer tokens"
+    def append(self, row_features: Sequence[Tensor | None]) -> None:
+        """Take in the target features (n, D, H) of each row's next tokens; n may be 0, None leaves a row alone."""
+        assert len(row_features) == len(self.lengths), "give one tensor a row, None for an idle one"
+        given = [(row, part) for row, part in enumerate(row_features) if part is not None]
+        if not sum(len(part) for _, part in given):
+            return
+        rows, positions = self._places([(row, len(part)) for row, part in given])
+        features = torch.cat([part for _, part in given])  # rows one after the other
         context = self.drafter.project_features(features[None])  # (1, n, H)
-        rotate = self.drafter.rotation(self._positions(self.length, end))
+        rotate = self.drafter.rotation(positions[None])
         for layer, held in zip(self.drafter.layers, self._layers, strict=True):
             new = cast(Layer, layer).self_attn.keys_values(context, rotate)
-            held.keys[:, self.length : end] = new.keys
-            held.values[:, self.length : end] = new.values
-        self.length = end
+            held.keys[rows, positions] = new.keys[0]
+            held.values[rows, positions] = new.values[0]
+        for row, part in given:
+            self.lengths[row] += len(part)
 
-    def layer_context(self, layer: int) -> tuple[KeysValues, Tensor]:
-        """What a draft of this layer may see, and its positions (1, n): a sliding layer needs only its window's tokens."""
-        window = self.drafter.config.window(layer)
-        start = 0 if window is None else max(0, self.length - (window - 1))
-        held = self._layers[layer]
-        part = KeysValues(held.keys[:, start : self.length], held.values[:, start : self.length])
-        return part, self._positions(start, self.length)
+    def visible(self, layer: int, start: int) -> KeysValues:
+        """The layer's buffers from `start` to the longest row's end, (R, S, G, E): views."""
+        held, end = self._layers[layer], max(self.lengths)
+        return KeysValues(held.keys[:, start:end], held.values[:, start:end])
 
-    def _positions(self, start: int, end: int) -> Tensor:
-        return torch.arange(start, end, device=self._layers[0].keys.device)[None]
+    def first_seen(self, window: int | None) -> int:
+        """The first position that a draft of any row may see in a layer of this window."""
+        return 0 if window is None else max(0, min(self.lengths) - (window - 1))
+
+    def _places(self, counts: Sequence[tuple[int, int]]) -> tuple[Tensor, Tensor]:
+        """Row and position of every new token, both (n,), in one transfer."""
+        places = [
+            (row, position)
+            for row, count in counts
+            for position in range(self.lengths[row], self.lengths[row] + count)
+        ]
+        size, last = self._layers[0].keys.shape[1], max(position for _, position in places)
+        assert last < size, f"the cache was made for fewer tokens than {last + 1}"
+        rows, positions = torch.tensor(places).T.contiguous().to(self._layers[0].keys.device)
+        return rows, positions
 
 
 @torch.no_grad()
 def draft(drafter: Drafter, cache: ContextCache, embeddings: Tensor) -> Tensor:
-    """Hidden states (K, H) of one block whose anchor stands at `cache.length`; embeddings: (K, H)."""
-    anchor = torch.full((1, 1), cache.length, device=embeddings.device)
-    slots = anchor[..., None] + torch.arange(len(embeddings), device=embeddings.device)
-    rotate = drafter.rotation(slots)
-    x = embeddings[None, None].to(drafter.fc.weight.dtype)  # (1, 1, K, H)
-    for index, layer in enumerate(drafter.layers):
-        context, positions = cache.layer_context(index)
-        layout = BlockLayout(positions, torch.zeros_like(positions), anchor, anchor * 0)
-        attend = make_attend("structured", layout, len(embeddings), drafter.config.window(index))
-        x = cast(Layer, layer).over(x, context, rotate, attend)
-    return drafter.norm(x)[0, 0]
+    """Hidden states (R, K, H) of one block a row, whose anchor stands at the row's length; embeddings: (R, K, H)."""
+    block_size, device = embeddings.shape[1], embeddings.device
+    anchors = torch.tensor(cache.lengths, device=device)[:, None]  # (R, 1)
+    rotate = drafter.rotation(anchors[..., None] + torch.arange(block_size, device=device))
+    attends = {
+        window: _make_attend(cache, anchors, block_size, window)
+        for window in dict.fromkeys(drafter.windows)
+    }
+    x = embeddings[:, None].to(drafter.fc.weight.dtype)  # (R, 1, K, H)
+    for index, (layer, window) in enumerate(zip(drafter.layers, drafter.windows, strict=True)):
+        context = cache.visible(index, cache.first_seen(window))
+        x = cast(Layer, layer).over(x, context, rotate, attends[window])
+    return drafter.norm(x)[:, 0]
+
+
+def _make_attend(
+    cache: ContextCache, anchors: Tensor, block_size: int, window: int | None
+) -> Attend:
+    """Attention of one kind of layer; places beyond a row's own length belong to no document."""
+    start, end = cache.first_seen(window), max(cache.lengths)
+    positions = torch.arange(start, end, device=anchors.device).expand(len(anchors), -1)
+    documents = torch.where(positions < anchors, 0, -1)
+    layout = BlockLayout(positions, documents, anchors, torch.zeros_like(anchors))
+    return make_attend("structured", layout, block_size, window)

@@ -31,12 +31,12 @@ def sparse_log_probs(
     token_ids: Tensor,
     top_k: int = 0,
     chunk_rows: int = 1024,
-    temperature: float = 1.0,
+    temperature: float | Tensor = 1.0,
 ) -> SparseLogProbs:
     """log softmax(hidden @ head.T / temperature) at `token_ids`, and the `top_k` best tokens of each row.
 
-    hidden: (R, H); head: (V, H), frozen; token_ids: (R, M) int64 in 0..V-1. Memory beyond the result is
-    chunk_rows * V. Log-probs are float32 (float64 for float64 inputs); the softmax is never taken in bf16.
+    hidden: (R, H); head: (V, H), frozen; token_ids: (R, M) int64 in 0..V-1; temperature: one for all rows, or (R,)
+    on their device, no gradient. Memory beyond the result is chunk_rows * V. Log-probs are float32 (float64 for float64 inputs); the softmax is never taken in bf16.
     """
     assert not head.requires_grad, "the head is the target's and frozen"
     assert token_ids.shape[0] == hidden.shape[0], (token_ids.shape, hidden.shape)
@@ -58,7 +58,7 @@ class _SparseLogProbs(torch.autograd.Function):
         token_ids: Tensor,
         top_k: int,
         chunk_rows: int,
-        temperature: float,
+        temperature: float | Tensor,
         needs_grad: bool,
     ) -> tuple[Tensor, Tensor, Tensor]:
         rows, size = hidden.shape
@@ -70,7 +70,10 @@ class _SparseLogProbs(torch.autograd.Function):
         for start in range(0, rows, chunk_rows):
             chunk = slice(start, start + chunk_rows)
             logits = _matmul(hidden[chunk].to(head.dtype), head.T, dtype)  # (chunk, V)
-            logits = logits if temperature == 1.0 else logits.div_(temperature)
+            if isinstance(temperature, Tensor):
+                logits = logits.div_(temperature[chunk, None])
+            elif temperature != 1.0:
+                logits = logits.div_(temperature)
             normaliser = logits.logsumexp(-1, keepdim=True)
             log_probs[chunk] = logits.gather(1, token_ids[chunk]) - normaliser
             if top_k:
@@ -97,7 +100,9 @@ class _SparseLogProbs(torch.autograd.Function):
             chunk = slice(start, start + chunk_rows)
             asked = head[token_ids[chunk]].to(grad.dtype)  # (chunk, M, H)
             gradient[chunk] += (grad[chunk, None] @ asked)[:, 0]
-        gradient = (gradient / ctx.temperature).to(ctx.hidden_dtype)
+        temperature = ctx.temperature
+        per_row = temperature[:, None] if isinstance(temperature, Tensor) else temperature
+        gradient = (gradient / per_row).to(ctx.hidden_dtype)
         return gradient, None, None, None, None, None, None
 
 

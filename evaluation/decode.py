@@ -180,7 +180,7 @@ class _Proposer:
 
     def append(self, features: Tensor) -> None:
         """features: (n, D, H) of the n tokens just committed."""
-        self.cache.append(features.to(self.dtype))
+        self.cache.append([features.to(self.dtype)])
 
     def block(self, anchor: int, num_children: int) -> tuple[Tensor, Tensor]:
         """Log-probs and ids of the M = min(num_children, V) likeliest tokens of slots 1..K-1, (K-1, M) each, on the CPU."""
@@ -188,8 +188,8 @@ class _Proposer:
         tokens = torch.tensor([[anchor]], device=self.head.embedding.device)
         embeddings = block_embeddings(
             self.head.embedding, tokens, config.mask_token_id, config.block_size
-        )[0, 0]  # (K, H)
-        hidden = draft(self.drafter, self.cache, embeddings.to(self.dtype))[1:]  # (K-1, H)
+        )[0]  # (1, K, H)
+        hidden = draft(self.drafter, self.cache, embeddings.to(self.dtype))[0, 1:]  # (K-1, H)
         found = sparse_log_probs(
             hidden,
             self.head.head,

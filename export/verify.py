@@ -158,8 +158,8 @@ class _Row:
         cache = ContextCache(drafter, len(self.features))
         logits = []
         for anchor, embeddings in zip(self.anchors.tolist(), self.embeddings, strict=True):
-            cache.append(self.features[cache.length : anchor])
-            logits.append(draft(drafter, cache, embeddings)[1:] @ self.head.T)
+            cache.append([self.features[cache.lengths[0] : anchor]])
+            logits.append(draft(drafter, cache, embeddings[None])[0, 1:] @ self.head.T)
         return torch.stack(logits)
 
 
