@@ -19,6 +19,7 @@ from torch import Tensor
 
 from configs.schema import Codec
 from data.codecs import BlobColumn, blob_columns, decode, encode
+from data.soft_labels import TOKENS, SoftLabels, decode_soft, encode_soft, soft_columns
 
 SHARD_FORMAT, SHARD_VERSION = "dflash-feature-shard", "1"
 CHUNK_TOKENS = 2048
@@ -40,6 +41,8 @@ class FeatureRow:
     """(S,) bool: which tokens the target generated."""
     features: Tensor
     """(S, D, H); float32 for codec fp32, bfloat16 else."""
+    soft_labels: SoftLabels | None = None
+    """If the layout has them."""
 
 
 @dataclass(frozen=True)
@@ -49,10 +52,13 @@ class FeatureLayout:
     codec: Codec
     num_taps: int
     hidden_size: int
+    num_soft_labels: int = 0
+    """Target tokens kept for each response token (data/soft_labels.py); 0: none."""
 
     @property
     def columns(self) -> tuple[BlobColumn, ...]:
-        return blob_columns(self.codec, self.num_taps, self.hidden_size)
+        features = blob_columns(self.codec, self.num_taps, self.hidden_size)
+        return features + soft_columns(self.num_soft_labels)
 
 
 def write_shard(path: Path, rows: Sequence[FeatureRow], layout: FeatureLayout) -> None:
@@ -107,12 +113,21 @@ def read_row(file: pq.ParquetFile, row: int, layout: FeatureLayout) -> FeatureRo
             np.array(_list(table, "loss_mask").to_numpy(zero_copy_only=False))
         ),
         features=decode(blobs, len(input_ids), layout.num_taps, layout.hidden_size, layout.codec),
+        soft_labels=decode_soft(blobs, len(input_ids), layout.num_soft_labels)
+        if layout.num_soft_labels
+        else None,
     )
 
 
 def read_input_ids(file: pq.ParquetFile, row: int) -> Tensor:
     """(S,) int64 of row `row` of an open shard; its features are not read. Raises as `read_row`."""
     return _ids(_row_group(file, row, ["input_ids"]))
+
+
+def read_soft_token_ids(file: pq.ParquetFile, row: int) -> Tensor:
+    """(S, P) int64 of row `row` of an open shard that has soft labels; nothing else is read. Raises as `read_row`."""
+    table = _row_group(file, row, ["input_ids", TOKENS])
+    return _blob(table, TOKENS, len(_ids(table))).view(torch.int32).long()
 
 
 def _row_group(file: pq.ParquetFile, row: int, columns: list[str] | None = None) -> pa.Table:
@@ -141,6 +156,7 @@ def _schema(layout: FeatureLayout) -> pa.Schema:
             "num_taps": str(layout.num_taps),
             "hidden_size": str(layout.hidden_size),
             "chunk_tokens": str(CHUNK_TOKENS),
+            **({"num_soft_labels": str(layout.num_soft_labels)} if layout.num_soft_labels else {}),
         },
     )
 
@@ -164,7 +180,12 @@ def _table(row: FeatureRow, layout: FeatureLayout, schema: pa.Schema) -> pa.Tabl
         "input_ids": _one_list(pa.array(row.input_ids.numpy().astype(np.int32))),
         "loss_mask": _one_list(pa.array(row.loss_mask.numpy())),
     }
-    for name, blob in encode(row.features, layout.codec).items():
+    blobs = encode(row.features, layout.codec)
+    if layout.num_soft_labels:
+        assert row.soft_labels is not None
+        assert row.soft_labels.token_ids.shape == (num_tokens, layout.num_soft_labels)
+        blobs |= encode_soft(row.soft_labels)
+    for name, blob in blobs.items():
         columns[name] = _one_list(_chunks(blob))
     return pa.table([columns[name] for name in schema.names], schema=schema)
 

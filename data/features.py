@@ -24,6 +24,7 @@ from data.feature_shards import (
     open_shard,
     read_input_ids,
     read_row,
+    read_soft_token_ids,
 )
 
 FORMAT, VERSION = "dflash-features", 1
@@ -130,7 +131,10 @@ class FeatureSet:
         self.target_layer_ids: tuple[int, ...] = tuple(manifest.settings["target_layer_ids"])
         self.hidden_size: int = manifest.settings["hidden_size"]
         self.layout = FeatureLayout(
-            manifest.settings["codec"], len(self.target_layer_ids), self.hidden_size
+            manifest.settings["codec"],
+            len(self.target_layer_ids),
+            self.hidden_size,
+            manifest.settings.get("soft_labels", 0),  # absent where none were asked for
         )
         self._head = manifest.head
         self.entries = [
@@ -170,6 +174,14 @@ class FeatureSet:
         """(S,) int64 of one row, without its features. Raises as `read`."""
         try:
             return read_input_ids(self._file(entry.shard), entry.row)
+        except (pa.ArrowException, OSError, ValueError) as error:
+            self._open.pop(entry.shard, None)
+            raise self._unreadable(entry, str(error)) from error
+
+    def read_soft_token_ids(self, entry: RowEntry) -> Tensor:
+        """(S, P) int64, the soft labels' tokens of one row, without its features. Raises as `read`."""
+        try:
+            return read_soft_token_ids(self._file(entry.shard), entry.row)
         except (pa.ArrowException, OSError, ValueError) as error:
             self._open.pop(entry.shard, None)
             raise self._unreadable(entry, str(error)) from error

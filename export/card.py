@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from configs.schema import Config
+from configs.schema import TREE_LOSSES, Config
 from data.features import RowEntry
 from drafter.config import DrafterConfig
 from export.serve import ServeCommands
@@ -133,8 +133,14 @@ def _training(facts: CardFacts) -> str:
 
 
 def _loss(config: Config) -> str:
-    budget = config.train.tree_budget
-    return f"tree, budget {budget}" if config.train.loss == "tree" else config.train.loss
+    parts = [
+        f"{name}, budget {config.train.tree_budget}" if name in TREE_LOSSES else name
+        for name in config.train.losses
+    ]
+    if len(parts) == 1:
+        return parts[0]
+    weights = config.train.losses.values()
+    return " + ".join(f"{weight:g} x {part}" for weight, part in zip(weights, parts, strict=True))
 
 
 def _data(facts: CardFacts) -> str:

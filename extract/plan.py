@@ -35,17 +35,24 @@ class ExtractPlan:
     folder: Path
     free_bytes: int
     """Free where the features go, with what an unfinished extraction has already written there."""
+    num_soft_labels: int = 0
+    """Target tokens kept for each response token (extract.soft_labels)."""
 
     @property
     def bytes_per_token(self) -> int:
         """Raw bf16 features of one token: taps x hidden x 2."""
         return self.num_taps * self.hidden_size * 2
 
+    @property
+    def soft_bytes_per_token(self) -> int:
+        """A token id and a log-prob each, at most: those of the prompt compress away."""
+        return 8 * self.num_soft_labels
+
     def stored_bytes_per_token(self, codec: Codec) -> float:
-        ratio = CODEC_RATIO[codec] * self.bytes_per_token
+        features = CODEC_RATIO[codec] * self.bytes_per_token
         if codec == "fp8":  # in a tiny target the scales weigh more
-            return max(ratio, self.num_taps * (self.hidden_size + 4))
-        return ratio
+            features = max(features, self.num_taps * (self.hidden_size + 4))
+        return features + self.soft_bytes_per_token
 
     def stored_bytes(self, codec: Codec) -> float | None:
         if self.num_tokens is None:
@@ -126,8 +133,17 @@ class ExtractPlan:
         return [
             f"samples: {self.num_samples:,} with {self.num_tokens:,} tokens, {mean:,.0f} a sample ({self.basis})",
             f"features: {raw}",
+            *self._soft_lines(),
             f"on disk: {sizes}",
             f"shards: about {self.num_shards:,} of {format_bytes(self.shard_bytes)} raw (extract.shard_bytes)",
+        ]
+
+    def _soft_lines(self) -> list[str]:
+        if not self.num_soft_labels:
+            return []
+        return [
+            f"soft labels: {self.num_soft_labels} target tokens x 8 B = {self.soft_bytes_per_token:,} bytes a token at most "
+            "(extract.soft_labels); the target's layers above the last tap and its head run too"
         ]
 
     def _time_lines(self) -> list[str]:
@@ -177,6 +193,7 @@ def plan_extract(config: Config, corpus: CorpusManifest | None = None) -> Extrac
         codec=config.extract.codec,
         num_taps=len(config.drafter.target_layer_ids),
         hidden_size=config.target.hidden_size,
+        num_soft_labels=config.extract.soft_labels,
         shard_bytes=config.extract.shard_bytes,
         tokens_per_s=config.extract.tokens_per_s,
         folder=folder,

@@ -22,6 +22,7 @@ from configs.schema import Config
 from data.corpus import CorpusRow, iter_corpus
 from data.feature_shards import FeatureLayout, FeatureRow, write_shard
 from data.features import QuarantinedRow, ShardEntry
+from data.soft_labels import SoftLabels
 from extract.batches import CorpusSlice, cut_shards, length_batches, shard_tokens
 from extract.checks import (
     FIRST_ROWS,
@@ -32,6 +33,7 @@ from extract.checks import (
     require_greedy_match,
 )
 from extract.plan import plan_extract, raw_bytes_per_token
+from extract.soft_labels import soft_labels_of
 from extract.work import (
     HEAD_FILE,
     ExtractWork,
@@ -200,14 +202,21 @@ def extract_slice(
         rows = [part.rows[index] for index in members]
         input_ids, row_lengths = padded_batch(rows, target.device)
         output = forward_with_taps(
-            target, input_ids, row_lengths, config.drafter.target_layer_ids, need_last_hidden=False
+            target,
+            input_ids,
+            row_lengths,
+            config.drafter.target_layer_ids,
+            need_last_hidden=config.extract.soft_labels > 0,
         )
         for place, (index, row) in enumerate(zip(members, rows, strict=True)):
             fed_ids = input_ids[place, : row.num_tokens].cpu()
             found = output.features[place, : row.num_tokens]  # (S, D, H)
             problems[index] = features_problem(row, fed_ids, found, tap_rms)
             if problems[index] is None:
-                features[index] = _feature_row(row, fed_ids, found.cpu())
+                soft = None
+                if output.last_hidden is not None:
+                    soft = soft_labels_of(target, row, output.last_hidden[place], config.extract)
+                features[index] = _feature_row(row, fed_ids, found.cpu(), soft)
     return Extracted(
         part.index,
         [features[index] for index in sorted(features)],
@@ -219,7 +228,9 @@ def extract_slice(
     )
 
 
-def _feature_row(row: CorpusRow, fed_ids: torch.Tensor, features: torch.Tensor) -> FeatureRow:
+def _feature_row(
+    row: CorpusRow, fed_ids: torch.Tensor, features: torch.Tensor, soft: SoftLabels | None
+) -> FeatureRow:
     return FeatureRow(
         sample_id=row.sample_id,
         source=row.source,
@@ -228,6 +239,7 @@ def _feature_row(row: CorpusRow, fed_ids: torch.Tensor, features: torch.Tensor) 
         input_ids=fed_ids,
         loss_mask=torch.tensor(row.loss_mask),
         features=features,
+        soft_labels=soft,
     )
 
 
@@ -240,6 +252,7 @@ class _Writers:
             config.extract.codec,
             len(config.drafter.target_layer_ids),
             config.target.hidden_size,
+            config.extract.soft_labels,
         )
         self.pool = ThreadPoolExecutor(NUM_WRITERS, thread_name_prefix="write-shard")
         self.writing: deque[Future[None]] = deque()

@@ -87,6 +87,11 @@ def plan_work(config: Config) -> ExtractWork:
         "batch_tokens": config.extract.batch_tokens,
         "cpu_threads": config.run.cpu_threads,
     }
+    if config.extract.soft_labels:  # features made before these keys existed stay valid
+        settings |= {
+            "soft_labels": config.extract.soft_labels,
+            "soft_label_temperature": config.extract.soft_label_temperature,
+        }
     return ExtractWork(corpus_folder, config.run.folder / "features", corpus, settings)
 
 

@@ -1,4 +1,4 @@
-"""Slot weights against their formulas written out, and the loss through the chunked head against full logits."""
+"""Every loss against its formula written out, by hand, by autograd, and through the chunked head against full logits."""
 
 from __future__ import annotations
 
@@ -11,11 +11,29 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from configs.schema import LossName
+from configs.schema import LOSS_NAMES, LossName
+from data.soft_labels import SoftLabels
 from drafter.masks import BlockLayout
 from train.batches import MicroBatch
-from train.losses import Weighting, ce_weights, default_gamma, dpace_weights, tree_weights
+from train.losses import (
+    LossMix,
+    SoftStatistics,
+    auf_weights,
+    ce_weights,
+    chain_weights,
+    coverage,
+    default_gamma,
+    dpace_weights,
+    kl,
+    lk,
+    soft_cross_entropy,
+    surrogate_weights,
+    tree_live_weights,
+    tree_weights,
+    tv,
+)
 from train.objective import BatchSums, micro_batch_loss
+from train.schedule import LossPhase
 
 
 def random_slots(seed: int, num_blocks: int, num_slots: int) -> tuple[Tensor, Tensor]:
@@ -82,6 +100,125 @@ def test_weights_carry_no_gradient() -> None:
     log_probs.requires_grad_()
     assert not dpace_weights(log_probs, mask, 0.5).requires_grad
     assert not tree_weights(log_probs, mask, torch.tensor([-3.0, -3.0]), 1.5).requires_grad
+    assert not surrogate_weights(log_probs, mask, torch.full((2, 3), -3.0), 1.5).requires_grad
+
+
+def test_auf_stops_at_the_first_label_that_is_not_the_first_choice() -> None:
+    is_first = torch.tensor([[True, True, False, True], [False] * 4, [True] * 4, [True] * 4])
+    mask = torch.arange(4) < torch.tensor([[4], [4], [4], [2]])
+    wanted = [[1, 1, 1, 0], [1, 0, 0, 0], [1, 1, 1, 1], [1, 1, 0, 0]]
+    assert auf_weights(is_first, mask).tolist() == wanted
+
+
+def test_tree_live_by_hand() -> None:
+    """Slot by slot: certain (0.1), live (1), the breaker (1), nothing behind it; each slot sums what comes, plus 0.02."""
+    in_tree = torch.tensor([[True, True, False, False], [True] * 4, [False] * 4])
+    is_first = torch.tensor([[True, False, True, True], [True] * 4, [True, False, False, False]])
+    mask = torch.ones(3, 4, dtype=torch.bool)
+    found = tree_live_weights(in_tree, is_first, mask)
+    wanted = [[2.12, 2.02, 1.02, 0.02], [0.42, 0.32, 0.22, 0.12], [1.02, 0.02, 0.02, 0.02]]
+    torch.testing.assert_close(found, torch.tensor(wanted))
+
+
+@given(seed=st.integers(0, 10_000))
+@settings(max_examples=40, deadline=None)
+def test_tree_live_with_one_child_is_auf(seed: int) -> None:
+    """One child a depth: the tree is the chain, so what is kept is all-argmax. Fully accepted blocks aside."""
+    generator = torch.Generator().manual_seed(seed)
+    _, mask = random_slots(seed, 8, 5)
+    is_first = torch.rand(8, 5, generator=generator) < 0.7
+    in_tree = (is_first & mask).cumprod(1).bool()
+    broken = ~(is_first | ~mask).all(1)
+    found = tree_live_weights(in_tree, is_first, mask, certain=0.0, floor=0.0)
+    assert torch.equal(found[broken], auf_weights(is_first, mask)[broken])
+
+
+@given(seed=st.integers(0, 10_000), num_slots=st.integers(1, 6), nats=st.sampled_from([0.5, 2.0]))
+@settings(max_examples=40, deadline=None)
+def test_chain_and_surrogate_weights_are_their_objectives_gradients(
+    seed: int, num_slots: int, nats: float
+) -> None:
+    log_probs, mask = random_slots(seed, 3, num_slots)
+    log_probs = log_probs.double().requires_grad_()
+    prefix = (log_probs * mask).cumsum(1)
+    (wanted,) = torch.autograd.grad((prefix.exp() * mask).sum(), log_probs)
+    torch.testing.assert_close(chain_weights(log_probs, mask), wanted)
+    thresholds = torch.tensor([[-1.0, -4.0], [-2.0, -3.0], [-5.0, -math.inf]]).double()
+    prefix = (log_probs * mask).cumsum(1)
+    inside = torch.sigmoid((prefix[..., None] - thresholds[:, None]) / nats).mean(-1) * mask
+    (wanted,) = torch.autograd.grad(4 / num_slots * inside.sum(), log_probs)
+    torch.testing.assert_close(surrogate_weights(log_probs, mask, thresholds, nats), wanted)
+
+
+def soft_statistics(
+    seed: int, num_blocks: int, num_slots: int, kept: int
+) -> tuple[SoftStatistics, Tensor, Tensor]:
+    """Of two whole distributions over 6 tokens, given too: p and q (N, L, 6)."""
+    generator = torch.Generator().manual_seed(seed)
+    shape = (num_blocks, num_slots, 6)
+    p = (2 * torch.randn(shape, generator=generator, dtype=torch.float64)).log_softmax(-1)
+    q = (2 * torch.randn(shape, generator=generator, dtype=torch.float64)).log_softmax(-1)
+    best = p.topk(kept)
+    return SoftStatistics(best.values, q.gather(-1, best.indices)), p.exp(), q.exp()
+
+
+def test_soft_distances_by_hand() -> None:
+    """p = 1/2, 1/4 and a tail of 1/4; q = 1/4, 1/2 and a tail of 1/4."""
+    soft = SoftStatistics(
+        torch.tensor([[[0.5, 0.25]]]).double().log(), torch.tensor([[[0.25, 0.5]]]).double().log()
+    )
+    ln2 = math.log(2)
+    assert kl(soft).item() == pytest.approx(0.25 * ln2)
+    assert soft_cross_entropy(soft).item() == pytest.approx(1.0 * ln2 + 0.25 * ln2 + 0.5 * ln2)
+    assert tv(soft).item() == pytest.approx(0.25)
+    share = math.exp(-3 * 0.75)
+    assert lk(soft, 3.0).item() == pytest.approx(share * 0.25 * ln2 + (1 - share) * 0.25)
+
+
+@given(seed=st.integers(0, 10_000), kept=st.integers(1, 5))
+@settings(max_examples=40, deadline=None)
+def test_the_tail_is_one_token_that_holds_the_rest(seed: int, kept: int) -> None:
+    soft, p, q = soft_statistics(seed, 2, 3, kept)
+    order = p.argsort(-1, descending=True)
+    p, q = p.gather(-1, order), q.gather(-1, order)
+    p = torch.cat([p[..., :kept], p[..., kept:].sum(-1, keepdim=True)], -1)
+    q = torch.cat([q[..., :kept], q[..., kept:].sum(-1, keepdim=True)], -1)
+    torch.testing.assert_close(kl(soft), (p * (p / q).log()).sum(-1), rtol=1e-5, atol=1e-8)
+    torch.testing.assert_close(tv(soft), 0.5 * (p - q).abs().sum(-1), rtol=1e-5, atol=1e-8)
+    same = SoftStatistics(soft.log_probs, soft.log_probs)
+    for distance in (kl(same), tv(same), lk(same, 3.0)):
+        torch.testing.assert_close(distance, torch.zeros_like(distance), atol=1e-9, rtol=0)
+
+
+def test_soft_distances_survive_a_target_and_a_drafter_that_are_certain() -> None:
+    certain = torch.tensor([[[0.0, -100.0]]])
+    log_probs = certain.clone().requires_grad_()
+    for distance in (kl, tv, soft_cross_entropy, lambda soft: lk(soft, 3.0)):
+        value = distance(SoftStatistics(certain, log_probs)).sum()
+        (gradient,) = torch.autograd.grad(value, log_probs)
+        assert value.abs() < 1e-4
+        assert gradient.isfinite().all()
+
+
+@given(seed=st.integers(0, 10_000), nats=st.sampled_from([0.5, 2.0]))
+@settings(max_examples=40, deadline=None)
+def test_coverage_has_its_objectives_gradient(seed: int, nats: float) -> None:
+    soft, _, _ = soft_statistics(seed, 3, 4, 3)
+    gold, mask = random_slots(seed, 3, 4)
+    gold, own = gold.double().requires_grad_(), soft.log_probs.clone().requires_grad_()
+    thresholds = torch.tensor([[-1.0, -4.0], [-2.0, -3.0], [-5.0, -math.inf]]).double()
+    objective = torch.zeros((), dtype=torch.float64)
+    for n, k, v, b in itertools.product(range(3), range(4), range(3), range(2)):
+        if mask[n, k]:
+            margin = gold[n, :k].sum() + own[n, k, v] - thresholds[n, b]
+            p = soft.target_log_probs[n, k, v].exp()
+            objective = objective - 4 / 4 * p * torch.sigmoid(margin / nats) / 2
+    wanted = torch.autograd.grad(objective, [gold, own])
+    found = coverage(gold, mask, SoftStatistics(soft.target_log_probs, own), thresholds, nats)
+    gradients = torch.autograd.grad(found.terms.sum(), [gold, own])
+    for gradient, other in zip(gradients, wanted, strict=True):
+        torch.testing.assert_close(gradient, other)
+    torch.testing.assert_close(found.weights, -(wanted[0] + wanted[1].sum(-1)))
 
 
 def threshold_by_enumeration(log_probs: Tensor, budget: int) -> float:
@@ -95,6 +232,9 @@ def threshold_by_enumeration(log_probs: Tensor, budget: int) -> float:
     return sorted(scores, reverse=True)[budget - 1] if budget <= len(scores) else -math.inf
 
 
+KEPT = 3
+
+
 def random_batch(seed: int = 0) -> tuple[MicroBatch, Tensor, Tensor]:
     """2 documents of 3 blocks of 4 (one of them padding), 6 tokens; hidden (2, 3, 4, 5) and head (6, 5) in float64."""
     generator = torch.Generator().manual_seed(seed)
@@ -102,6 +242,7 @@ def random_batch(seed: int = 0) -> tuple[MicroBatch, Tensor, Tensor]:
     head = torch.randn(6, 5, generator=generator, dtype=torch.float64)
     lengths = torch.tensor([[3, 1, 0], [2, 3, 3]])
     zeros = torch.zeros(2, 3, dtype=torch.int64)
+    target = torch.randn(2, 3, 3, 6, generator=generator).double().log_softmax(-1).topk(KEPT)
     batch = MicroBatch(
         features=torch.zeros(2, 1, 1, 5),
         layout=BlockLayout(zeros[:, :1], zeros[:, :1], zeros, zeros),
@@ -110,63 +251,161 @@ def random_batch(seed: int = 0) -> tuple[MicroBatch, Tensor, Tensor]:
         label_mask=torch.arange(3) < lengths[..., None],
         sample_ids=("a", "b"),
         num_tokens=9,
+        soft=SoftLabels(target.indices, target.values),
     )
     return batch, hidden, head
 
 
-@pytest.mark.parametrize("loss", ["ce", "dpace", "tree"])
-@pytest.mark.parametrize("share", [0.0, 0.4, 1.0])
+NATS, SURROGATE_NATS, GAMMA, ALPHA, ETA = 1.5, 0.8, 2.0, 0.5, 3.0
+
+
+def reference_loss(
+    name: LossName,
+    every: Tensor,
+    batch: MicroBatch,
+    at: tuple[int, int],
+    budgets: list[int],
+    soft_share: float,
+) -> Tensor:
+    """The loss of one block as its paper writes it; every: (L, V) log-probs, differentiable."""
+    labels, last = batch.labels[at], int(batch.label_mask[at].sum())
+    assert batch.soft is not None
+    ids, p = batch.soft.token_ids[at], batch.soft.log_probs[at].double().exp()  # (L, P)
+    gold = every.gather(1, labels[:, None])[:, 0]
+    prefix, detached = gold.cumsum(0), gold.detach()
+    first = (every.argmax(-1) == labels).tolist()
+    thetas = [threshold_by_enumeration(every.detach(), budget) for budget in budgets]
+    theta = float(torch.tensor(thetas[0]))  # float32, as the tree's scores are
+    own = every.gather(1, ids)
+    tail_p = (1 - p.sum(-1)).clamp(min=1e-6)
+    tail_q = 1 - own.exp().sum(-1)
+    soft_ce = -(p * own).sum(-1) - tail_p * tail_q.log()
+    ce = (1 - soft_share) * -gold + soft_share * soft_ce
+    decay = torch.exp(-torch.arange(3).float() / GAMMA)
+    inside = [float(prefix[k].detach()) >= thetas[0] - 1e-9 for k in range(3)]
+    weights = [0.0] * 3
+    if name == "chain" and soft_share == 0:
+        return -prefix[:last].exp().sum()
+    if name == "tree_surrogate":
+        total = torch.zeros((), dtype=torch.float64)
+        for k, bound in itertools.product(range(last), thetas):
+            total = total + (1 - soft_share) * torch.sigmoid((prefix[k] - bound) / SURROGATE_NATS)
+            before = prefix[k] - gold[k]
+            covered = p[k] * torch.sigmoid((before + own[k] - bound) / SURROGATE_NATS)
+            total = total + soft_share * covered.sum()
+        return -4 / 3 * total / len(thetas)
+    if name in ("kl", "tv", "lk"):
+        entropy = (p * p.log()).sum(-1) + tail_p * tail_p.log()
+        total_variation = 0.5 * ((p - own.exp()).abs().sum(-1) + (tail_p - tail_q).abs())
+        share = torch.exp(-ETA * (1 - total_variation.detach()))
+        lk_loss = share * (soft_ce + entropy) + (1 - share) * total_variation
+        distance = {"kl": soft_ce + entropy, "tv": total_variation, "lk": lk_loss}[name]
+        return (decay * distance)[:last].sum()
+    for j in range(last):
+        if name == "ce":
+            weights[j] = float(decay[j])
+        if name == "auf":
+            weights[j] = float(all(first[:j]))
+        if name in ("dpace", "chain"):
+            alpha = ALPHA if name == "dpace" else 0.0
+            q = [(1 - alpha) * math.exp(x) + alpha for x in detached.tolist()]
+            weights[j] = sum(math.prod(q[: m + 1]) for m in range(j, last))
+        if name == "tree":
+            s = [1.0] + [
+                1 / (1 + math.exp(-(float(prefix[k]) - theta) / NATS)) for k in range(last)
+            ]
+            weights[j] = s[j] + sum(s[j + 1 :])
+        if name == "tree_live":
+            weights[j] = 0.02
+            for k in range(j, last):
+                if inside[k]:
+                    weights[j] += 0.1 if all(first[: k + 1]) else 1.0
+                else:
+                    weights[j] += float(all(inside[:k]))
+    return (torch.tensor(weights).double() * ce)[:last].sum()
+
+
+@pytest.mark.parametrize("name", LOSS_NAMES)
+@pytest.mark.parametrize(("share", "soft_share"), [(0.4, 0.0), (1.0, 0.0), (1.0, 0.3), (1.0, 1.0)])
 @pytest.mark.parametrize("chunk_rows", [1, 4, 1000])
-@pytest.mark.parametrize("budget", [1, 7])
-def test_loss_and_gradient_are_those_of_full_logits(
-    loss: LossName, share: float, chunk_rows: int, budget: int
+@pytest.mark.parametrize("budgets", [(7, 2, 7), (1, 1, 5)])
+def test_gradient_of_every_loss_is_that_of_full_logits(
+    name: LossName, share: float, soft_share: float, chunk_rows: int, budgets: tuple[int, ...]
 ) -> None:
     batch, hidden, head = random_batch()
-    weighting = Weighting(loss, gamma=2.0, alpha=0.5, budget=budget, temperature_nats=1.5)
-    share = 0.0 if loss == "ce" else share
+    mix = LossMix({name: 1.0}, GAMMA, soft_share, ALPHA, budgets[0], NATS, budgets[1:], ETA)
     hidden.requires_grad_()
-    found, sums = micro_batch_loss(hidden, head, batch, weighting, share, 11.0, chunk_rows)
+    phase = LossPhase(share, SURROGATE_NATS)
+    found, _ = micro_batch_loss(hidden, head, batch, mix, phase, 11.0, chunk_rows)
     found.backward()
 
     reference = hidden.detach().clone().requires_grad_()
     every = torch.log_softmax(reference @ head.T, -1)[:, :, 1:]  # (2, 3, 3, 6), slot 0 dropped
-    gold = every.gather(-1, batch.labels[..., None])[..., 0]
     total = torch.zeros((), dtype=torch.float64)
-    weight_sum = tree = chain = 0.0
-    for b, n in itertools.product(range(2), range(3)):
-        mask, own = batch.label_mask[b, n][None], gold[b, n].detach()[None]
-        theta = threshold_by_enumeration(every[b, n].detach(), weighting.budget)
-        weights = (1 - share) * ce_weights(mask, 2.0)
-        if loss == "dpace":
-            weights = weights + share * dpace_weights(own, mask, 0.5)
-        if loss == "tree":
-            weights = weights + share * tree_weights(own, mask, torch.tensor([theta]), 1.5)
-        total = total - (weights[0] * gold[b, n]).sum() / 11.0
-        weight_sum += weights.sum().item()
-        last = int(mask.sum())
-        tree += sum(own[0, :k].sum().item() >= theta - 1e-9 for k in range(1, last + 1))
-        hits = every[b, n, :last].argmax(-1) == batch.labels[b, n, :last]
-        chain += hits.cumprod(0).sum().item()
-    total.backward()
+    of_surrogate = list(budgets[1:])
+    for at in itertools.product(range(2), range(3)):
+        trees = of_surrogate if name == "tree_surrogate" else list(budgets[:1])
+        own = reference_loss(name, every[at], batch, at, trees, soft_share)
+        decayed = reference_loss("ce", every[at], batch, at, [1], 0.0)
+        total = total + share * own + (1 - share) * decayed
+    (total / 11.0).backward()
 
-    assert found.item() == pytest.approx(total.item(), rel=1e-5)
     assert hidden.grad is not None
     assert reference.grad is not None
-    torch.testing.assert_close(hidden.grad, reference.grad, rtol=1e-5, atol=1e-8)
+    # thresholds are float32: the weights of the tree losses are as exact as that
+    atol = 1e-7 if name in ("tree", "tree_surrogate") else 1e-10
+    torch.testing.assert_close(hidden.grad, reference.grad, rtol=1e-6, atol=atol)
     assert not hidden.grad[:, :, 0].any()  # slot 0 is never supervised
+    if name not in ("chain", "tree_surrogate"):  # these are written with their gradient's weights
+        assert found.item() * 11 == pytest.approx(total.item(), rel=1e-6)
+
+
+@pytest.mark.parametrize("budget", [1, 7])
+def test_sums_count_hits_weights_and_what_is_in_the_tree(budget: int) -> None:
+    batch, hidden, head = random_batch()
+    mix = LossMix({"tree": 1.0}, GAMMA, tree_budget=budget)
+    loss, sums = micro_batch_loss(hidden, head, batch, mix, LossPhase(), 11.0, 1000)
+    every = torch.log_softmax(hidden @ head.T, -1)[:, :, 1:]
+    weight = tree = chain = 0.0
+    for at in itertools.product(range(2), range(3)):
+        last = int(batch.label_mask[at].sum())
+        gold = every[at].gather(1, batch.labels[at][:, None])[:, 0]
+        theta = threshold_by_enumeration(every[at], budget)
+        own = tree_weights(gold[None], batch.label_mask[at][None], torch.tensor([theta]), 1.5)
+        weight += own.sum().item()
+        tree += sum(gold[:k].sum().item() >= theta - 1e-9 for k in range(1, last + 1))
+        hits = every[at][:last].argmax(-1) == batch.labels[at][:last]
+        chain += hits.cumprod(0).sum().item()
     read = BatchSums.of(sums)
-    assert read.weight == pytest.approx(weight_sum, rel=1e-5)
-    assert read.weighted_ce == pytest.approx(total.item() * 11, rel=1e-5)
+    assert read.weight == pytest.approx(weight, rel=1e-5)
+    assert read.loss == pytest.approx(loss.item() * 11)
     assert (read.slots, read.blocks, read.chain, read.tokens) == (12, 5, chain, 9)
-    if loss == "tree" and share > 0:
-        assert (read.tree, read.tree_blocks) == (tree, 5)
+    assert (read.tree, read.tree_blocks) == (tree, 5)
+
+
+def test_a_mix_is_the_sum_of_its_losses_with_one_weight_a_slot() -> None:
+    batch, hidden, head = random_batch()
+    hidden.requires_grad_()
+
+    def gradient(losses: dict[LossName, float]) -> tuple[Tensor, float]:
+        mix = LossMix(losses, GAMMA, surrogate_budgets=(4, 7), tree_budget=7)
+        loss, sums = micro_batch_loss(hidden, head, batch, mix, LossPhase(), 11.0, 1000)
+        return torch.autograd.grad(loss, hidden)[0], BatchSums.of(sums).weight
+
+    parts: dict[LossName, float] = {"tree": 0.5, "kl": 2.0, "tree_surrogate": 0.25, "ce": 1.5}
+    found, weight = gradient(parts)
+    alone = [(factor, *gradient({name: 1.0})) for name, factor in parts.items()]
+    torch.testing.assert_close(found, torch.stack([f * g for f, g, _ in alone]).sum(0))
+    assert weight == pytest.approx(sum(f * w for f, _, w in alone))
 
 
 def test_a_micro_batch_without_labels_adds_nothing() -> None:
     batch, hidden, head = random_batch()
     hidden.requires_grad_()
-    weighting = Weighting("tree", 2.0, 0.5, 7, 1.5)
-    loss, sums = micro_batch_loss(hidden, head, batch.without_labels(), weighting, 1.0, 11.0, 1000)
+    mix = LossMix({"tree": 1.0}, GAMMA, tree_budget=7)
+    loss, sums = micro_batch_loss(
+        hidden, head, batch.without_labels(), mix, LossPhase(), 11.0, 1000
+    )
     loss.backward()
     assert loss.item() == 0
     assert not sums.any()

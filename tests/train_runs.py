@@ -22,6 +22,7 @@ from configs.load import load_config
 from configs.schema import Config
 from data.feature_shards import FeatureLayout, FeatureRow, write_shard
 from data.features import FeatureManifest, HeadEntry, ShardEntry
+from data.soft_labels import SoftLabels
 from train.loop import Run, train_drafter
 from train.tracking import TIMES
 
@@ -81,11 +82,19 @@ def make_recipe(folder: Path) -> Path:
 
 
 def make_config(folder: Path, *overrides: str) -> Config:
-    return load_config(make_recipe(folder), overrides)
+    config = load_config(make_recipe(folder), overrides)
+    if config.extract.soft_labels:
+        write_features(config.run.folder / "features", num_soft_labels=config.extract.soft_labels)
+    return config
 
 
-def write_features(folder: Path, codec: str = "fp32", seed: int = 0) -> None:
-    """Documents that count upwards, so that there is something to learn; two responses in some of them."""
+def write_features(
+    folder: Path, codec: str = "fp32", seed: int = 0, num_soft_labels: int = 0
+) -> None:
+    """Documents that count upwards, so that there is something to learn; two responses in some of them.
+
+    Soft labels: 0.9 of the probability on the token itself, the rest on those before it.
+    """
     generator = torch.Generator().manual_seed(seed)
     embedding = torch.randn(VOCABULARY, HIDDEN, generator=generator) * 0.4
     mixing = torch.randn(len(TAPS), HIDDEN, HIDDEN, generator=generator) / HIDDEN**0.5
@@ -106,18 +115,30 @@ def write_features(folder: Path, codec: str = "fp32", seed: int = 0) -> None:
                 input_ids=input_ids,
                 loss_mask=loss_mask,
                 features=torch.einsum("sh,dhi->sdi", embedding[input_ids], mixing),
+                soft_labels=soft_labels(input_ids, num_soft_labels) if num_soft_labels else None,
             )
         )
-    write_rows(folder, rows, embedding, codec)
+    write_rows(folder, rows, embedding, codec, num_soft_labels)
+
+
+def soft_labels(input_ids: torch.Tensor, kept: int) -> SoftLabels:
+    token_ids = (input_ids[:, None] - torch.arange(kept)) % VOCABULARY
+    probs = torch.full((kept,), 0.09 / (kept - 1))
+    probs[0] = 0.9
+    return SoftLabels(token_ids, probs.log().expand(len(input_ids), -1))
 
 
 def write_rows(
-    folder: Path, rows: Sequence[FeatureRow], embedding: torch.Tensor, codec: str = "fp32"
+    folder: Path,
+    rows: Sequence[FeatureRow],
+    embedding: torch.Tensor,
+    codec: str = "fp32",
+    num_soft_labels: int = 0,
 ) -> None:
     """A features folder with one shard, tied embedding and head."""
     folder.mkdir(parents=True, exist_ok=True)
     shard, head = folder / "shard-000000.parquet", folder / "target_head.safetensors"
-    layout = FeatureLayout(codec, len(TAPS), HIDDEN)  # pyright: ignore[reportArgumentType]
+    layout = FeatureLayout(codec, len(TAPS), HIDDEN, num_soft_labels)  # pyright: ignore[reportArgumentType]
     write_shard(shard, rows, layout)
     save_file({"embed_tokens.weight": embedding}, head)
     entries = [
@@ -137,6 +158,7 @@ def write_rows(
             "target_layer_ids": list(TAPS),
             "hidden_size": HIDDEN,
             "codec": codec,
+            **({"soft_labels": num_soft_labels} if num_soft_labels else {}),
         },
         shards=[
             ShardEntry(

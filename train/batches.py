@@ -20,6 +20,7 @@ from torch import Tensor
 
 from configs.schema import TrainSection
 from data.features import FeatureRow, FeatureSet, RowEntry
+from data.soft_labels import SoftLabels
 from drafter.masks import BlockLayout
 from train.anchors import Anchors, sample_anchors
 
@@ -44,6 +45,8 @@ class MicroBatch:
     sample_ids: tuple[str, ...]
     num_tokens: int
     """Document tokens, padding not counted."""
+    soft: SoftLabels | None = None
+    """The target's likeliest tokens in every slot, (B, N, K-1, P), if the features have them."""
 
     @property
     def num_slots(self) -> int:
@@ -65,6 +68,7 @@ class MicroBatch:
             anchor_tokens=moved(self.anchor_tokens),
             labels=moved(self.labels),
             label_mask=moved(self.label_mask),
+            soft=self.soft and SoftLabels(moved(self.soft.token_ids), moved(self.soft.log_probs)),
         )
 
     def without_labels(self) -> MicroBatch:
@@ -183,7 +187,26 @@ def collate(rows: Sequence[FeatureRow], anchors: Sequence[Anchors], max_tokens: 
         label_mask,
         tuple(row.sample_id for row in rows),
         sum(min(len(row.input_ids), max_tokens) for row in rows),
+        _soft_labels(rows, anchors, labels.shape),
     )
+
+
+def _soft_labels(
+    rows: Sequence[FeatureRow], anchors: Sequence[Anchors], shape: torch.Size
+) -> SoftLabels | None:
+    """Of every slot of (B, N, K-1) with a label, 0 elsewhere."""
+    if rows[0].soft_labels is None:
+        return None
+    kept = rows[0].soft_labels.token_ids.shape[1]
+    token_ids = torch.zeros((*shape, kept), dtype=torch.int64)
+    log_probs = torch.zeros((*shape, kept))
+    for i, (row, chosen) in enumerate(zip(rows, anchors, strict=True)):
+        assert row.soft_labels is not None
+        slots = chosen.positions[:, None] + torch.arange(1, shape[2] + 1)  # (N, K-1)
+        slots = slots.masked_fill(~chosen.label_mask, 0)
+        token_ids[i, : len(slots)] = row.soft_labels.token_ids[slots]
+        log_probs[i, : len(slots)] = row.soft_labels.log_probs[slots]
+    return SoftLabels(token_ids, log_probs)
 
 
 def _num_blocks(anchors: Anchors) -> int:

@@ -96,6 +96,11 @@ def read_inputs(config: Config) -> Inputs:
         "set it to the same value, or extract again into another run.output_dir",
     )
     require_same_data(f"features in {features.folder}", features.settings, config.data)
+    if config.train.needs_soft_labels and not features.layout.num_soft_labels:
+        raise ValueError(
+            f"train.loss={config.train.loss} with train.soft_label_share={config.train.soft_label_share} needs soft labels, "
+            f"and the features in {features.folder} have none; extract with extract.soft_labels=16 into another run.output_dir"
+        )
     entries = features.of_split("train")
     if not entries:
         raise ValueError(
@@ -176,7 +181,7 @@ class Run:
                         or is_decay_start(self.state.step, self.config.train)
                     ):
                         self.save(accepted)
-                progress.advance(1, f"loss {outcome.sums.weighted_ce / outcome.sums.weight:.3f}")
+                progress.advance(1, f"loss {outcome.sums.loss / outcome.sums.weight:.3f}")
                 if outcome.is_stopping:
                     logger.info("stopped after step %d; it is saved", self.state.step)
                     outcome.leave()
@@ -240,7 +245,7 @@ class Run:
         sums, step = BatchSums(*self.state.window), self.state.step
         self.state.window = []
         metrics = {
-            "train/loss": sums.weighted_ce / sums.weight,
+            "train/loss": sums.loss / sums.weight,
             "train/mean_weight": sums.weight / sums.slots,
             "train/loss_share": loss_share(step - 1, self.config.train),
             "train/learning_rate": learning_rate(step - 1, self.config.train),

@@ -1,6 +1,6 @@
 """From hidden states of the blocks to the loss, through the target's head in chunks: logits never exist whole.
 
-B sequences, N anchors, K block size, L = K-1 slots, H hidden, V vocabulary, M blocks with a label.
+B sequences, N anchors, K block size, L = K-1 slots, H hidden, V vocabulary, M blocks with a label, P soft labels.
 """
 
 from __future__ import annotations
@@ -10,10 +10,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ddtree.build import tree_thresholds
+from ddtree.build import build_trees
+from ddtree.replay import ranks_in
 from drafter.head import SparseLogProbs, sparse_log_probs
 from train.batches import MicroBatch
-from train.losses import Weighting
+from train.losses import LossMix, SlotStatistics, SoftStatistics, TreeStatistics
+from train.schedule import LossPhase
 
 
 @dataclass(frozen=True)
@@ -22,8 +24,8 @@ class BatchSums:
 
     weight: float = 0.0
     """Sum of slot weights."""
-    weighted_ce: float = 0.0
-    """Sum of weight times cross-entropy, nats."""
+    loss: float = 0.0
+    """Sum of loss terms: weight times cross-entropy or another distance, nats."""
     slots: float = 0.0
     """Slots with a label."""
     blocks: float = 0.0
@@ -50,73 +52,106 @@ def micro_batch_loss(
     hidden: Tensor,
     head: Tensor,
     batch: MicroBatch,
-    weighting: Weighting,
-    share: float,
+    mix: LossMix,
+    phase: LossPhase,
     normaliser: float,
     chunk_rows: int,
 ) -> tuple[Tensor, Tensor]:
-    """sum of w times cross-entropy over this micro-batch / `normaliser`, and its BatchSums as a tensor (8,) float64.
+    """The loss terms of this micro-batch, added up, / `normaliser`, and its BatchSums as a tensor (8,) float64.
 
-    hidden: (B, N, K, H) of the drafter; head: (V, H) of the target; share: see `schedule.loss_share`.
+    hidden: (B, N, K, H) of the drafter; head: (V, H) of the target.
     """
     live = batch.label_mask.any(-1)  # (B, N)
     if not live.any():
-        return hidden.float().sum() * 0.0, BatchSums(tokens=batch.num_tokens).tensor().to(
-            head.device
-        )
-    labels, mask = batch.labels[live], batch.label_mask[live]  # (M, L)
-    has_tree = weighting.needs_tree(share)
-    num_children = min(weighting.budget, len(head)) if has_tree else 1
-    scored = sparse_log_probs(
-        hidden[live][:, 1:].flatten(0, 1),  # slot 0 is the anchor and is never supervised
-        head,
-        labels.flatten()[:, None],
-        top_k=num_children,
-        chunk_rows=chunk_rows,
-    )
-    log_probs = scored.log_probs.view(labels.shape)
-    if not log_probs.isfinite().all():
+        sums = BatchSums(tokens=batch.num_tokens).tensor().to(head.device)
+        return hidden.float().sum() * 0.0, sums
+    slots = _slot_statistics(hidden, head, batch, live, mix, phase, chunk_rows)
+    if slots is None:
         # no tree can be built: say so through the loss, on which all ranks agree before the optimizer moves
         broken = hidden.float().sum() * torch.nan
         return broken, broken.detach().double().expand(len(vars(BatchSums())))
-    thresholds = _thresholds(scored, mask, weighting) if has_tree else None
-    weights = weighting.weights(log_probs, mask, thresholds, share)
-    loss = -(weights * log_probs).sum()
+    found = mix.terms(slots, phase.share, phase.surrogate_nats)
+    loss = found.terms.sum()
     with torch.no_grad():
-        sums = _sums(loss, weights, log_probs, labels, mask, thresholds, scored, batch.num_tokens)
+        sums = _sums(loss, found.weights, slots, batch.num_tokens)
     return loss / normaliser, sums
 
 
-def _thresholds(scored: SparseLogProbs, mask: Tensor, weighting: Weighting) -> Tensor:
-    """(M,) score of the last node of each block's tree."""
-    assert scored.top_log_probs is not None
-    top = scored.top_log_probs.view(*mask.shape, -1)  # (M, L, B)
-    return tree_thresholds(top, [weighting.budget])[:, 0]
-
-
-def _sums(
-    loss: Tensor,
-    weights: Tensor,
-    log_probs: Tensor,
-    labels: Tensor,
-    mask: Tensor,
-    thresholds: Tensor | None,
-    scored: SparseLogProbs,
-    num_tokens: int,
-) -> Tensor:
+def _slot_statistics(
+    hidden: Tensor,
+    head: Tensor,
+    batch: MicroBatch,
+    live: Tensor,
+    mix: LossMix,
+    phase: LossPhase,
+    chunk_rows: int,
+) -> SlotStatistics | None:
+    """What the losses look at, for the blocks in `live` (B, N); None if a log-prob is not finite."""
+    labels, mask = batch.labels[live], batch.label_mask[live]  # (M, L)
+    asked = labels[..., None]
+    soft = batch.soft if mix.needs_soft and phase.share > 0 else None
+    assert soft is not None or not (mix.needs_soft and phase.share > 0), (
+        "features without soft labels"
+    )
+    if soft is not None:
+        asked = torch.cat([asked, soft.token_ids[live]], -1)  # (M, L, 1+P)
+    budgets = mix.budgets if phase.share > 0 else ()
+    scored = sparse_log_probs(
+        hidden[live][:, 1:].flatten(0, 1),  # slot 0 is the anchor and is never supervised
+        head,
+        asked.flatten(0, 1),
+        top_k=min(max(budgets, default=1), len(head)),
+        chunk_rows=chunk_rows,
+    )
+    if not scored.log_probs.isfinite().all():
+        return None
+    log_probs = scored.log_probs.view(asked.shape)
     assert scored.top_ids is not None
-    hits = (scored.top_ids[:, 0].view(labels.shape) == labels) & mask
+    ranks = child_ranks(scored.top_ids.view(*labels.shape, -1), labels)
+    return SlotStatistics(
+        log_probs=log_probs[..., 0],
+        mask=mask,
+        is_first=ranks == 0,
+        tree=_tree_statistics(scored, ranks, mask, mix) if budgets else None,
+        soft=soft and SoftStatistics(soft.log_probs[live], log_probs[..., 1:]),
+    )
+
+
+def child_ranks(top_ids: Tensor, labels: Tensor) -> Tensor:
+    """(M, L) int64, the place of each label in its slot's list (M, L, k), or k where it is not listed."""
+    found, place = (top_ids == labels[..., None]).max(-1)
+    return torch.where(found, place, top_ids.shape[-1])
+
+
+def _tree_statistics(
+    scored: SparseLogProbs, ranks: Tensor, mask: Tensor, mix: LossMix
+) -> TreeStatistics:
+    assert scored.top_log_probs is not None
+    trees = build_trees(scored.top_log_probs.view(*mask.shape, -1), max(mix.budgets))
+    places = ranks_in(trees, ranks, mask.sum(1))
+    of_surrogate = [budget - 1 for budget in mix.surrogate_budgets]
+    return TreeStatistics(
+        # by place, never by comparing scores: DESIGN section 6
+        in_tree=places <= mix.tree_budget,
+        threshold=trees.scores[:, mix.tree_budget - 1],
+        surrogate_thresholds=trees.scores[:, of_surrogate]
+        if "tree_surrogate" in mix.losses
+        else trees.scores[:, :0],
+    )
+
+
+def _sums(loss: Tensor, weights: Tensor, slots: SlotStatistics, num_tokens: int) -> Tensor:
+    mask = slots.mask
     zero = loss.new_zeros(())
     blocks = zero + len(mask)
-    in_tree = None if thresholds is None else (log_probs.cumsum(1) >= thresholds[:, None]) & mask
     values = [
         weights.sum(),
         loss,
         mask.sum(),
         blocks,
-        hits.cumprod(1).sum(),
-        zero if in_tree is None else in_tree.sum(),
-        zero if in_tree is None else blocks,
+        (slots.is_first & mask).cumprod(1).sum(),
+        zero if slots.tree is None else (slots.tree.in_tree & mask).sum(),
+        zero if slots.tree is None else blocks,
         zero + num_tokens,
     ]
     return torch.stack([value.double() for value in values])

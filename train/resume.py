@@ -27,6 +27,12 @@ FREE = frozenset(
     }
 )
 """Settings of `train` that leave the mathematics of a step alone: they may change between two halves of a run."""
+DEFAULTS = {
+    f"train.{key}": value
+    for key, value in TrainSection(steps=1).model_dump(mode="json").items()
+    if key != "steps"
+}
+"""What a checkpoint that is older than a setting was made with."""
 REMEDY = (
     "set it back, or give run.output_dir another folder (or delete its checkpoints) for a new run"
 )
@@ -60,7 +66,8 @@ def find_start(
         num_whole += 1
         state, found = checkpoints.read_state(entry)
         fixed = {key: value for key, value in settings.items() if key != "train.steps"}
-        require_equal(f"checkpoint {checkpoints.folder / entry.folder}", found, fixed, REMEDY)
+        what = f"checkpoint {checkpoints.folder / entry.folder}"
+        require_equal(what, DEFAULTS | found, fixed, REMEDY)
         old = train.model_copy(update={"steps": found["train.steps"]})
         if old.steps == train.steps or (
             is_settled(entry.step, old) and is_settled(entry.step, train)

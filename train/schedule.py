@@ -6,8 +6,18 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 from configs.schema import TrainSection
+
+
+@dataclass(frozen=True)
+class LossPhase:
+    """What of the loss changes from step to step."""
+
+    share: float = 1.0
+    """Of the recipe's losses; the rest is decayed cross-entropy."""
+    surrogate_nats: float = 0.5
 
 
 def learning_rate(step: int, train: TrainSection) -> float:
@@ -32,13 +42,30 @@ def loss_share(step: int, train: TrainSection) -> float:
 
     The first step is always warm-up: its mean weight must be known from the data.
     """
-    if train.loss == "ce" or step == 0:
+    if is_plain_ce(train) or step == 0:
         return 0.0
     start = train.ce_warmup_fraction * train.steps
     fade = train.crossfade_fraction * train.steps
     if step < start:
         return 0.0
     return min(1.0, (step - start) / fade) if fade > 0 else 1.0
+
+
+def loss_phase(step: int, train: TrainSection) -> LossPhase:
+    return LossPhase(loss_share(step, train), surrogate_nats(step, train))
+
+
+def surrogate_nats(step: int, train: TrainSection) -> float:
+    """tree_surrogate's softness: geometric from the first to the last of its two temperatures, warm-up to last step."""
+    first, last = train.surrogate_temperatures_nats
+    start = train.ce_warmup_fraction * train.steps
+    done = (step - start) / max(1.0, train.steps - 1 - start)
+    return first * (last / first) ** min(1.0, max(0.0, done))
+
+
+def is_plain_ce(train: TrainSection) -> bool:
+    """Whether the recipe's loss is what every other loss warms up with."""
+    return set(train.losses) == {"ce"} and train.soft_label_share == 0
 
 
 def is_decay_start(step: int, train: TrainSection) -> bool:
@@ -49,9 +76,12 @@ def is_decay_start(step: int, train: TrainSection) -> bool:
 
 def is_settled(step: int, train: TrainSection) -> bool:
     """Whether the schedule at `step` is at its stable part: a run may be continued from here with other `train.steps`."""
+    first, last = train.surrogate_temperatures_nats
+    anneals = "tree_surrogate" in train.losses and first != last  # on the way to another last step
     return (
         train.schedule == "wsd"
+        and not anneals
         and step >= round(train.lr_warmup_fraction * train.steps)
         and step <= train.steps - round(train.lr_decay_fraction * train.steps)
-        and (train.loss == "ce" or loss_share(step, train) == 1.0)
+        and (is_plain_ce(train) or loss_share(step, train) == 1.0)
     )

@@ -1,6 +1,6 @@
 """One optimizer step up to the update: the normaliser, forwards, backwards, and what all ranks agree on.
 
-The gradient is that of   sum_{blocks, slots of the global batch} w CE / (slots * mean weight of the last step),   so how
+The gradient is that of   sum_{blocks, slots of the global batch} w d / (slots * mean weight of the last step),   so how
 the batch is split over ranks and micro-batches changes nothing but rounding. The slots are counted from the data before
 the first backward; the mean weight of the step itself would be known only after the last forward.
 """
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -19,9 +19,9 @@ from configs.schema import Config
 from drafter.model import block_embeddings
 from train.batches import MicroBatch
 from train.engine import Engine
-from train.losses import Weighting, ce_weights
+from train.losses import LossMix, ce_weights
 from train.objective import BatchSums, micro_batch_loss
-from train.schedule import loss_share
+from train.schedule import LossPhase, loss_phase
 from train.stop import StopRequest, leave
 from train.vocabulary import TrainingHead
 
@@ -58,7 +58,7 @@ class Stepper:
         """embedding: (V, H) of the target."""
         self.config, self.engine, self.stop = config, engine, stop
         self.embedding, self.head = embedding, head
-        self.weighting = Weighting.from_recipe(config.train, config.drafter.block_size)
+        self.mix = LossMix.from_recipe(config.train, config.drafter.block_size)
 
     def accumulate(
         self, batches: Sequence[MicroBatch], step: int, mean_weight: float | None
@@ -72,7 +72,7 @@ class Stepper:
         sums = torch.zeros(len(vars(BatchSums())), dtype=torch.float64, device=device)
         for index, batch in enumerate(batches):
             loss, own = self._loss(
-                batch.to(device, self.engine.dtype), loss_share(step, self.config.train), normaliser
+                batch.to(device, self.engine.dtype), loss_phase(step, self.config.train), normaliser
             )
             self.engine.backward(loss, last=index == len(batches) - 1)
             sums += own
@@ -83,7 +83,7 @@ class Stepper:
         batch_sums = BatchSums.of(total[: len(sums)])
         return StepOutcome(
             batch_sums,
-            is_finite=math.isfinite(batch_sums.weighted_ce) and total[len(sums)].item() == 0,
+            is_finite=math.isfinite(batch_sums.loss) and total[len(sums)].item() == 0,
             stop_signals=total[len(sums) + 1 :],
         )
 
@@ -101,9 +101,11 @@ class Stepper:
         return slots * (decayed / slots if mean_weight is None else mean_weight)
 
     def _decayed(self, label_mask: Tensor) -> Tensor:
-        return ce_weights(label_mask.flatten(0, 1), self.weighting.gamma).double().sum()
+        return ce_weights(label_mask.flatten(0, 1), self.mix.gamma).double().sum()
 
-    def _loss(self, batch: MicroBatch, share: float, normaliser: float) -> tuple[Tensor, Tensor]:
+    def _loss(
+        self, batch: MicroBatch, phase: LossPhase, normaliser: float
+    ) -> tuple[Tensor, Tensor]:
         drafter = self.config.drafter
         embeddings = block_embeddings(
             self.embedding, batch.anchor_tokens, drafter.mask_token_id, drafter.block_size
@@ -112,9 +114,9 @@ class Stepper:
         return micro_batch_loss(
             hidden,
             self.head.weight,
-            replace(batch, labels=self.head.labels(batch.labels)),
-            self.weighting,
-            share,
+            self.head.relabel(batch),
+            self.mix,
+            phase,
             normaliser,
             self.config.train.head_chunk_rows,
         )

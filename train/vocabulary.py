@@ -6,13 +6,15 @@ V vocabulary, R rows kept, H hidden.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from configs.schema import TrainSection
 from data.features import FeatureSet, RowEntry
+from data.soft_labels import SoftLabels
+from train.batches import MicroBatch
 
 
 @dataclass(frozen=True, eq=False)
@@ -26,6 +28,11 @@ class TrainingHead:
         """Rows of `weight` for token ids of any shape; a token that has none (it is no label) gets row 0."""
         return token_ids if self.row_of is None else self.row_of[token_ids]
 
+    def relabel(self, batch: MicroBatch) -> MicroBatch:
+        """The batch with rows of `weight` for token ids."""
+        soft = batch.soft and SoftLabels(self.labels(batch.soft.token_ids), batch.soft.log_probs)
+        return replace(batch, labels=self.labels(batch.labels), soft=soft)
+
 
 def training_head(
     head: Tensor, features: FeatureSet, entries: Sequence[RowEntry], train: TrainSection
@@ -36,6 +43,8 @@ def training_head(
     kept = torch.zeros(len(head), dtype=torch.bool)
     for entry in entries:
         kept[features.read_input_ids(entry)] = True
+        if train.needs_soft_labels:
+            kept[features.read_soft_token_ids(entry)] = True
     token_ids = kept.nonzero()[:, 0]
     row_of = torch.zeros(len(head), dtype=torch.int64)
     row_of[token_ids] = torch.arange(len(token_ids))
