@@ -236,9 +236,40 @@ class SourceSection(Section):
         return self
 
 
+class ServerSection(Section):
+    """OpenAI-compatible servers of the target (vLLM, SGLang) that make the labels. None of this but `retokenise` decides the
+    corpus: a run may continue on other servers."""
+
+    urls: tuple[str, ...] = Field(min_length=1)
+    """Base URLs, e.g. `http://gpu1:8000/v1`; work is balanced over them."""
+    model: str | None = None
+    """Name the target is served under; null: the server's only model."""
+    api_key_variable: str | None = None
+    """Environment variable that holds the key; never the key itself."""
+    concurrency: PositiveInt = 256
+    """Requests in flight a server, at most; fewer while it answers 429 or 503."""
+    stream: bool = False
+    """Answers token by token: for proxies that cut silent connections. It costs the server throughput."""
+    timeout_s: float = Field(default=1800.0, gt=0)
+    """Longest silence of a request before it is tried again: of a whole answer, or between two pieces of a streamed one."""
+    max_attempts: PositiveInt = 5
+    """Tries of one turn that end in an error or an unusable answer, before the prompt is rejected for it."""
+    give_up_s: float = Field(default=900.0, gt=0)
+    """Stop, to be continued later, when no server has answered anything for so long."""
+    max_failed: Fraction = 0.01
+    """Stop when more than this share of the prompts got no answer; what was answered stays."""
+    retokenise: bool = False
+    """Only for servers without `return_token_ids`: tokenise the text again and keep a response if the number of tokens is the
+    server's. Ids may still differ from what was generated."""
+
+
 class ResponsesSection(Section):
     generate: bool = True
-    """true: the target itself answers every prompt. false: the corpus' own last assistant turn is the label."""
+    """true: the target itself answers every prompt. false: the corpus' own assistant turns are the labels."""
+    turns: Literal["every", "last"] = "every"
+    """every: each assistant turn is a label, generated on the target's own history. last: the last one, on the corpus' history."""
+    server: ServerSection | None = None
+    """Servers that answer; null: the target is loaded here."""
     max_new_tokens: PositiveInt = 2048
     temperature: NonNegativeFloat = 0.0
     """0 is greedy."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 import logging
 import shutil
 from collections.abc import Iterator, Mapping
@@ -11,14 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from common.distributed import Ranks, raise_together
 from common.files import remove_leftovers
 from common.fingerprint import fingerprint, require_equal
 from configs.schema import Config, DataSection
-from data.clean import repetition
-from data.conversations import source_identity
 from data.corpus import (
     CorpusManifest,
     CorpusRow,
@@ -26,11 +21,13 @@ from data.corpus import (
     read_corpus_manifest,
     write_corpus,
 )
-from data.labels import UNITS_PER_CHUNK, Response, label_units, read_chunk_responses
+from data.dialogue import COMPLETE, corpus_rows
+from data.labels import UNITS_PER_CHUNK, CorpusLabels, Labels, TargetLabels
 from data.packages import PACKAGES_FOLDER
 from data.plan import Plan, plan_path, read_plan, write_plan
-from data.prompts import Prompt, SourceCounts, select_prompts, write_prompts
+from data.prompts import SourceCounts, select_prompts, write_prompts
 from data.settings import data_recipe
+from data.sources import source_identity
 from data.template import ChatTemplate
 from target.identity import target_identity
 from target.load import load_tokenizer
@@ -61,12 +58,11 @@ def build_corpus(
     if manifest_path(folder).is_file():
         return BuiltCorpus(read_corpus_manifest(folder), was_complete=True)
     plan = read_plan(folder / "units")
-    if config.data.responses.generate:
-        label_units(config, plan, ranks)
+    labels = _labels(config, plan)
+    labels.make(ranks)
     with raise_together(ranks):
         if ranks.is_main:
-            tokenizer = load_tokenizer(config.target)
-            _assemble(folder, plan, config.data, ChatTemplate(tokenizer, {}))
+            _assemble(folder, plan, config.data, labels)
     return BuiltCorpus(read_corpus_manifest(folder), was_complete=False)
 
 
@@ -150,9 +146,9 @@ def _require_same(folder: Path, found: Mapping[str, Any], wanted: Mapping[str, A
         require_equal(what, left, {key: right.get(key) for key in keys}, remedy)
 
 
-def _assemble(folder: Path, plan: Plan, data: DataSection, template: ChatTemplate) -> None:
+def _assemble(folder: Path, plan: Plan, data: DataSection, labels: Labels) -> None:
     counts: dict[str, Any] = {}
-    rows = _rows(plan, data, template, counts)
+    rows = _rows(plan, labels, counts)
     first = next(rows, None)
     if first is None:
         # labels of this recipe would refuse a corrected one
@@ -165,57 +161,29 @@ def _assemble(folder: Path, plan: Plan, data: DataSection, template: ChatTemplat
     shutil.rmtree(plan.folder)
 
 
-def _rows(
-    plan: Plan, data: DataSection, template: ChatTemplate, counts: dict[str, Any]
-) -> Iterator[CorpusRow]:
+def _labels(config: Config, plan: Plan) -> Labels:
+    template = ChatTemplate(load_tokenizer(config.target), config.target.chat_template_kwargs)
+    if not config.data.responses.generate:
+        return CorpusLabels(config, plan, template)
+    return TargetLabels(config, plan, template)
+
+
+def _rows(plan: Plan, labels: Labels, counts: dict[str, Any]) -> Iterator[CorpusRow]:
     """The corpus in order; after the last row `counts` holds what became of every row that was read."""
     tally = plan.counts
     for index in range(plan.num_chunks):
-        prompts = plan.chunk(index)
-        if data.responses.generate:
-            responses = read_chunk_responses(plan, index, data.responses.unit_size)
-        else:
-            responses = [_own_response(prompt, data.max_tokens) for prompt in prompts]
-        for prompt, response in zip(prompts, responses, strict=True):
-            reason = _reject_reason(response, data)
-            if reason is None:
-                tally[prompt.source].done[prompt.split] += 1
-                yield _row(prompt, response, template)
-            else:
-                tally[prompt.source].rejected[reason] += 1
+        for dialogue in labels.dialogues(index):
+            source, ended = tally[dialogue.prompt.source], dialogue.ended
+            assert ended is not None
+            if not dialogue.rows:
+                source.rejected[ended] += 1
+                continue
+            source.done[dialogue.prompt.split] += 1
+            source.rows += len(dialogue.rows)
+            if ended != COMPLETE:
+                source.ended_early[ended] += 1
+            yield from corpus_rows(dialogue)
     counts.update(_summary(tally))
-
-
-def _own_response(prompt: Prompt, max_tokens: int) -> Response:
-    assert prompt.response_ids is not None
-    ids = prompt.response_ids.tolist()
-    room = max_tokens - len(prompt.prompt_ids)
-    return Response(ids[:room], finished=len(ids) <= room)
-
-
-def _reject_reason(response: Response, data: DataSection) -> str | None:
-    """Test rows are judged as all others: a loop is easy to draft and would flatter the acceptance length."""
-    if len(response.ids) < data.min_response_tokens:
-        return "response too short"
-    if repetition(response.ids) > data.max_repetition:
-        return "response repeats itself"
-    return None
-
-
-def _row(prompt: Prompt, response: Response, template: ChatTemplate) -> CorpusRow:
-    answer = {"role": "assistant", "content": template.text(response.ids)}
-    num_prompt = len(prompt.prompt_ids)
-    input_ids = np.concatenate([prompt.prompt_ids, np.array(response.ids, dtype=np.int32)])
-    return CorpusRow(
-        sample_id=prompt.sample_id,
-        source=prompt.source,
-        task=prompt.task,
-        split=prompt.split,
-        messages=json.dumps([*prompt.messages, answer], ensure_ascii=False),
-        input_ids=input_ids,
-        loss_mask=np.arange(len(input_ids)) >= num_prompt,
-        finished=response.finished,
-    )
 
 
 def _summary(tally: Mapping[str, SourceCounts]) -> dict[str, Any]:
@@ -225,6 +193,8 @@ def _summary(tally: Mapping[str, SourceCounts]) -> dict[str, Any]:
         total.read += source.read
         total.done += source.done
         total.rejected += source.rejected
+        total.rows += source.rows
+        total.ended_early += source.ended_early
     return {**counts, "total": _entry(total)}
 
 
@@ -234,4 +204,6 @@ def _entry(source: SourceCounts) -> dict[str, Any]:
         "read": source.read,
         "done": {split: source.done[split] for split in ("train", "validation", "test")},
         "rejected": dict(sorted(source.rejected.items())),
+        "rows": source.rows,
+        "ended_early": dict(sorted(source.ended_early.items())),
     }

@@ -41,6 +41,8 @@ class Conversation:
     """File and row, for messages to the user."""
     messages: tuple[Message, ...]
     license: str
+    tools: tuple[dict[str, Any], ...] = ()
+    """Function schemas in OpenAI's shape, which the chat template is given."""
 
 
 def read_conversations(

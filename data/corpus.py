@@ -43,6 +43,7 @@ SCHEMA = pa.schema(
         ("num_tokens", pa.int32()),
         ("num_response_tokens", pa.int32()),
         ("finished", pa.bool_()),
+        ("thinking", pa.bool_()),
     ]
 )
 
@@ -55,13 +56,15 @@ class CorpusRow:
     task: str
     split: Split
     messages: str
-    """JSON list of {role, content}: the prompt and, last, the response as text. The ids are the truth, not this text."""
+    """JSON list of {role, content, ...}: the conversation to the last response, as text. The ids are the truth, not this."""
     input_ids: np.ndarray
-    """(S,) int32, prompt and response as the target saw and made them."""
+    """(S,) int32, prompts and responses as the target saw and made them."""
     loss_mask: np.ndarray
-    """(S,) bool, true on the response's tokens."""
+    """(S,) bool, true on the tokens that the target generated, thinking included: a run for every turn."""
     finished: bool
-    """The response ends with an EOS token; false: it was cut at a limit."""
+    """The last response ends with an EOS token; false: it was cut at a limit."""
+    thinking: bool | None = None
+    """The chat template's `enable_thinking` of this row, where it was not the run's."""
 
     @property
     def num_tokens(self) -> int:
@@ -196,7 +199,8 @@ def _record(row: CorpusRow) -> dict[str, Any]:
 
 
 def _rows_of(batch: pa.RecordBatch) -> Iterator[CorpusRow]:
-    names = [field.name for field in dataclasses.fields(CorpusRow)]
+    # corpora made before a column existed have its default
+    names = [f.name for f in dataclasses.fields(CorpusRow) if f.name in batch.schema.names]
     plain = batch.select([name for name in names if name not in ("input_ids", "loss_mask")])
     ids, masks = batch.column("input_ids"), batch.column("loss_mask")
     for index, values in enumerate(plain.to_pylist()):

@@ -32,8 +32,11 @@ _SCHEMA = pa.schema(
         ("messages", pa.string()),
         ("prompt_ids", pa.list_(pa.int32())),
         ("response_ids", pa.list_(pa.int32())),
+        ("tools", pa.string()),
+        ("thinking", pa.bool_()),
     ]
 )
+_JSON_COLUMNS = ("messages", "tools")
 
 
 @dataclass(frozen=True)
@@ -71,7 +74,7 @@ class Plan:
         plain = table.drop_columns(["prompt_ids", "response_ids"]).to_pylist()
         return [
             Prompt(
-                **{**row, "messages": tuple(json.loads(row["messages"]))},
+                **{**row, **{key: tuple(json.loads(row[key])) for key in _JSON_COLUMNS}},
                 prompt_ids=ids[0][i].values.to_numpy(),
                 response_ids=ids[1][i].values.to_numpy() if ids[1][i].is_valid else None,
             )
@@ -115,4 +118,5 @@ def read_plan(folder: Path) -> Plan:
 
 
 def _record(prompt: Prompt) -> dict[str, Any]:
-    return vars(prompt) | {"messages": json.dumps(prompt.messages, ensure_ascii=False)}
+    values = vars(prompt)
+    return values | {key: json.dumps(values[key], ensure_ascii=False) for key in _JSON_COLUMNS}

@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
@@ -35,6 +36,7 @@ from data.corpus import Split
 from data.packages import PACKAGES_FOLDER, fetch_packages
 from data.recipes import FALLBACK_FILE, recipe_named
 from data.template import ChatTemplate
+from data.turns import first_context
 
 logger = logging.getLogger(__name__)
 
@@ -48,11 +50,15 @@ class Prompt:
     where: str
     license: str
     messages: tuple[Message, ...]
-    """Without the label."""
+    """Without the last label. Earlier assistant turns are the corpus' own, whether or not they are to be answered anew."""
     prompt_ids: np.ndarray
-    """(P,) int32."""
+    """(P,) int32, of the first turn that gets a label."""
     response_ids: np.ndarray | None
-    """The corpus' own label, with its EOS; None if the target is to answer."""
+    """The corpus' own last label, with its EOS; None if the target is to answer."""
+    tools: tuple[dict[str, Any], ...] = ()
+    """Function schemas that the chat template is given."""
+    thinking: bool | None = None
+    """Overrides the template's `enable_thinking`; None: as target.chat_template_kwargs say."""
 
 
 @dataclass
@@ -64,6 +70,10 @@ class SourceCounts:
     """By split."""
     rejected: Counter[str] = field(default_factory=Counter)
     """By reason."""
+    rows: int = 0
+    """Corpus rows that the done ones gave: more than one where the template rewrites a conversation's history."""
+    ended_early: Counter[str] = field(default_factory=Counter)
+    """Of the done ones, conversations whose later turns got no label, by reason."""
 
 
 @dataclass
@@ -130,7 +140,8 @@ def _rendered(
         if not all(text.strip() for text in user_texts(context)):
             counts.rejected["empty user turn"] += 1
             continue
-        ids = template.prompt_ids(context, row.where)
+        first = first_context(context, data.responses.turns)
+        ids = template.prompt_ids(first, row.where, row.tools)
         # the response needs room for its minimum
         if len(ids) > min(data.max_prompt_tokens, data.max_tokens - data.min_response_tokens):
             counts.rejected["prompt too long"] += 1
@@ -148,7 +159,10 @@ def _rendered(
             prompt_ids=np.array(ids, dtype=np.int32),
             response_ids=None
             if response is None
-            else np.array(template.response_ids(context, response, row.where), dtype=np.int32),
+            else np.array(
+                template.response_ids(context, response, row.where, row.tools), dtype=np.int32
+            ),
+            tools=row.tools,
         )
 
 

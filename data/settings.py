@@ -33,9 +33,17 @@ _SOURCE_OFF = {
 }
 
 
+# of the servers that make labels, only what may change an id: a run may continue on others
+_RESPONSES_OFF = {"turns": "last", "server": None}
+
+
 def data_recipe(data: DataSection) -> dict[str, Any]:
     """`data.*` settings that decide the corpus, by dotted key; sources by name, with their order."""
     settings = _without(data.model_dump(mode="json", exclude=_PLAN_ONLY), _OFF)
+    responses = _without(settings["responses"], _RESPONSES_OFF)
+    if "server" in responses:
+        responses["server"] = {"retokenise": responses["server"]["retokenise"]}
+    settings["responses"] = responses
     settings["sources"] = [_source_settings(source) for source in settings["sources"]]
     return _flat("data", settings)
 

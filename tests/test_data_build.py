@@ -252,11 +252,15 @@ def test_the_corpus_own_answers_can_be_the_labels(tiny_config: MakeConfig, tiny_
     build_corpus(config, ranks())
     long, short = sorted(rows_of(config), key=lambda row: -row.num_tokens)
     decode = tiny_target().tokenizer.decode
-    assert decode(short.input_ids[short.loss_mask].tolist()) == "Fine.<|im_end|>"
-    assert decode(short.input_ids[~short.loss_mask].tolist()).count("Hello<|im_end|>") == 1
+    assert decode(short.input_ids[short.loss_mask].tolist()) == "Hello<|im_end|>Fine.<|im_end|>"
     assert short.finished
     assert long.num_tokens == 192  # data.max_tokens
     assert not long.finished
+    last = tiny_config(overrides=[*own, "data.responses.turns=last"])
+    build_corpus(last, ranks())
+    short = min(rows_of(last), key=lambda row: row.num_tokens)
+    assert decode(short.input_ids[short.loss_mask].tolist()) == "Fine.<|im_end|>"
+    assert decode(short.input_ids[~short.loss_mask].tolist()).count("Hello<|im_end|>") == 1
 
 
 @pytest.mark.parametrize(
