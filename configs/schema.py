@@ -489,6 +489,8 @@ class ExportSection(Section):
     """best: by validation tree acceptance."""
     license: str = "apache-2.0"
     """Of the exported weights, written to the model card."""
+    base_model: str | None = None
+    """Hub id of the target, for the model card, the serve commands and speculators' verifier; null: target.model."""
     verify_rows: PositiveInt = 4
     """Feature rows whose logits are compared between the training code and the reloaded export."""
 
