@@ -42,6 +42,7 @@ Category = Literal[
     "long_context",
     "other",
 ]
+AcceptorName = Literal["chain", "chain_rejection", "tree", "tree_spine", "tree_cost"]
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 
 
@@ -467,21 +468,37 @@ class TrainSection(Section):
 
 
 class EvaluationSection(Section):
+    acceptors: tuple[AcceptorName, ...] = Field(
+        default=("chain", "chain_rejection", "tree", "tree_spine", "tree_cost"), min_length=1
+    )
+    """chain_rejection (the p/q sampler of servers) is decoded live at temperatures above 0 only; tree_spine is the tree with the
+    chain guaranteed inside; tree_cost grows while expected tokens a second rise, by costs measured on this machine."""
     budgets: tuple[PositiveInt, ...] = Field(default=(8, 16, 32, 64, 128), min_length=1)
-    """Tree budgets B (nodes without the root); the chain is always evaluated besides."""
+    """Tree budgets B (nodes without the root). tree_cost takes at most the largest."""
     live_budgets: tuple[PositiveInt, ...] = (64,)
-    """Budgets decoded live; replay covers all."""
+    """Budgets of tree and tree_spine decoded live; replay covers all."""
+    live_batch_size: PositiveInt = 1
+    """Prompts decoded together. 1: timings are those of one sequence; more: of the whole batch, shared evenly."""
+    cost_file: Path | None = None
+    """costs.json of another evaluation, for tree_cost: the same sizes wherever it runs. null: measured once, then kept."""
     temperatures: tuple[NonNegativeFloat, ...] = (0.0,)
     """Target sampling temperatures of live decoding; 0 is greedy."""
     top_p: float = Field(default=1.0, gt=0, le=1)
     top_k: int = Field(default=0, ge=0)
-    drafter_temperature: float = Field(default=1.0, gt=0)
-    """Divides the drafter's logits before the tree is built."""
+    drafter_temperature: Literal["fit"] | Annotated[float, Field(gt=0)] = 1.0
+    """Divides the drafter's logits before the tree is built. fit: one a slot, fitted on validation rows."""
+    fit_anchors: PositiveInt = 1024
+    """Validation anchors that a fit looks at, at most: the error of a slot's temperature is about 1 / sqrt of it."""
     live_prompts: int = Field(default=40, ge=0)
     replay_prompts: int = Field(default=200, ge=0)
     max_new_tokens: PositiveInt = 512
     dtype: Dtype = "float32"
     """Dtype of live decoding. Only float32 makes greedy losslessness a theorem; bf16 flips near-ties."""
+
+    @property
+    def unfitted_temperature(self) -> float:
+        """Of the drafter where no fit has been made yet: while it is trained."""
+        return 1.0 if self.drafter_temperature == "fit" else self.drafter_temperature
 
 
 class ExportSection(Section):
