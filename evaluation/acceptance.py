@@ -8,13 +8,12 @@ token alone has no pass and no acceptance length: it is in no mean.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-BOOTSTRAP_SAMPLES = 2000
-BOOTSTRAP_SEED = 0
+from evaluation.bootstrap import mean_interval
 
 
 @dataclass(frozen=True)
@@ -34,7 +33,8 @@ class Acceptance:
     num_passes: int
     macro: float
     micro: float
-    ci95: tuple[float, float]
+    ci95: tuple[float, float] | None
+    """None for a single prompt."""
 
 
 @dataclass(frozen=True)
@@ -56,9 +56,9 @@ class AcceptanceSums:
 
 
 def acceptance_sums(prompts: Sequence[PromptPasses]) -> AcceptanceSums:
-    means = _prompt_means(prompts)
+    means = list(_means(prompts))
     return AcceptanceSums(
-        float(means.sum()),
+        float(np.sum(means)),
         len(means),
         sum(sum(prompt.passes) for prompt in prompts),
         sum(len(prompt.passes) for prompt in prompts),
@@ -66,7 +66,7 @@ def acceptance_sums(prompts: Sequence[PromptPasses]) -> AcceptanceSums:
 
 
 def measure_acceptance(prompts: Sequence[PromptPasses]) -> Acceptance:
-    """Both means and the 95 % interval of the macro mean (percentile bootstrap over prompts, seeded).
+    """Both means and the 95 % interval of the macro mean (bootstrap over prompts: evaluation/bootstrap.py).
 
     Raises ValueError if no prompt has a pass.
     """
@@ -75,20 +75,20 @@ def measure_acceptance(prompts: Sequence[PromptPasses]) -> Acceptance:
         raise ValueError(
             f"none of {len(prompts)} prompts has a verify pass; responses are too short"
         )
-    means = _prompt_means(prompts)
-    draws = np.random.default_rng(BOOTSTRAP_SEED).integers(
-        len(means), size=(BOOTSTRAP_SAMPLES, len(means))
-    )
-    low, high = np.percentile(means[draws].mean(axis=1), [2.5, 97.5])
     return Acceptance(
         num_prompts=sums.num_prompts,
         num_passes=sums.num_passes,
         macro=sums.macro,
         micro=sums.micro,
-        ci95=(float(low), float(high)),
+        ci95=mean_interval(np.array(list(_means(prompts)))),
     )
 
 
-def _prompt_means(prompts: Sequence[PromptPasses]) -> np.ndarray:
-    """(P,) float64, a value a prompt that has passes."""
-    return np.array([sum(p.passes) / len(p.passes) for p in prompts if p.passes], dtype=np.float64)
+def prompt_means(prompts: Sequence[PromptPasses]) -> dict[str, float]:
+    """Acceptance length by prompt id, of the prompts that have passes."""
+    ids = [prompt.prompt_id for prompt in prompts if prompt.passes]
+    return dict(zip(ids, _means(prompts), strict=True))
+
+
+def _means(prompts: Sequence[PromptPasses]) -> Iterator[float]:
+    return (sum(prompt.passes) / len(prompt.passes) for prompt in prompts if prompt.passes)

@@ -1,4 +1,4 @@
-"""One real draft tree with its accepted path, as text: what the report draws."""
+"""A few real verify passes as text: what the report draws as trees."""
 
 from __future__ import annotations
 
@@ -7,46 +7,87 @@ from dataclasses import dataclass
 
 from transformers import PreTrainedTokenizerBase
 
-from evaluation.decode import PassRecord
+from evaluation.decode import Decoded, PassRecord
+
+CONTEXT_TOKENS = 24
 
 
 @dataclass(frozen=True)
 class DrawnTree:
-    """Nodes with the root first; `accepted` are node indices, `bonus` the target's token after the last of them."""
+    """Nodes in the total order, root first; `accepted` are node indices, `bonus` the token after the last of them."""
 
     prompt_id: str
+    acceptor: str
+    """Key."""
+    kind: str
+    """`longest` or `typical` pass of its prompt."""
+    context: str
+    """The text just before the anchor."""
     texts: list[str]
     parents: list[int]
     depths: list[int]
+    child_ranks: list[int]
+    """0: the drafter's first choice at that depth."""
     log_probs: list[float]
     accepted: list[int]
     bonus: str
+    num_emitted: int
+    """Tokens the pass yields; fewer than accepted nodes say where the response ends inside the tree."""
 
 
-def draw_best_pass(
-    tokenizer: PreTrainedTokenizerBase, prompt_id: str, records: Sequence[PassRecord]
+def draw_passes(
+    tokenizer: PreTrainedTokenizerBase,
+    prompt_id: str,
+    prompt: Sequence[int],
+    acceptor: str,
+    decoded: Decoded,
 ) -> list[DrawnTree]:
-    """The pass that shows most of what a tree is for, or nothing if there is no pass.
+    """The longest pass of a decode and a typical one (the median by emitted tokens); nothing if it has no pass.
 
-    That is the longest accepted path; of equal ones, the one that leaves the drafter's first choices most often.
+    Of equally long passes the one that leaves the drafter's first choices most often: it shows what a tree is for.
     """
+    if not decoded.records:
+        return []
 
     def interest(record: PassRecord) -> tuple[int, int]:
         ranks = record.tree.child_ranks[record.accepted.nodes]
         return len(record.accepted.nodes), int((ranks > 0).sum())
 
-    if not records:
-        return []
-    best = max(records, key=interest)
-    texts = [str(tokenizer.decode([token])) for token in best.tree.tokens.tolist()]
+    ordered = sorted(decoded.records, key=interest)
+    chosen = {"longest": ordered[-1], "typical": ordered[len(ordered) // 2]}
     return [
-        DrawnTree(
+        _drawn(
+            tokenizer,
             prompt_id,
-            texts,
-            best.tree.parents.tolist(),
-            best.tree.depths.tolist(),
-            best.tree.log_probs.tolist(),
-            best.accepted.nodes,
-            str(tokenizer.decode([best.accepted.bonus])),
+            [*prompt, *decoded.tokens[: record.anchor]],
+            acceptor,
+            kind,
+            record,
         )
+        for kind, record in chosen.items()
     ]
+
+
+def _drawn(
+    tokenizer: PreTrainedTokenizerBase,
+    prompt_id: str,
+    before: Sequence[int],
+    acceptor: str,
+    kind: str,
+    record: PassRecord,
+) -> DrawnTree:
+    tree = record.tree
+    return DrawnTree(
+        prompt_id,
+        acceptor,
+        kind,
+        str(tokenizer.decode(list(before[-CONTEXT_TOKENS:]))),
+        [str(tokenizer.decode([token])) for token in tree.tokens.tolist()],
+        tree.parents.tolist(),
+        tree.depths.tolist(),
+        tree.child_ranks.tolist(),
+        tree.log_probs.tolist(),
+        record.accepted.nodes,
+        str(tokenizer.decode([record.accepted.bonus])),
+        record.num_emitted,
+    )

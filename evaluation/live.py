@@ -29,7 +29,7 @@ from evaluation.decode import (
     decode_with_tree,
     tree_acceptor,
 )
-from evaluation.drawing import DrawnTree, draw_best_pass
+from evaluation.drawing import DrawnTree, draw_passes
 from evaluation.parity import Parity, compare_passes, record_row
 from evaluation.replay import ReplayOptions
 from target.generate import Sampling
@@ -138,8 +138,7 @@ def decode_prompt(setup: LiveSetup, prompt: LivePrompt) -> LiveRecord:
             decodes.append(_summary(acceptor, temperature, decoded, difference))
         if temperature == 0:
             parity = _parity(setup, prompt, plain, drafted)
-        if not trees and setup.section.live_budgets:
-            trees = draw_best_pass(setup.target.tokenizer, prompt.prompt_id, drafted[-1][1].records)
+        trees = trees or _draw(setup, prompt, drafted)
     return LiveRecord(prompt.prompt_id, prompt.task, decodes, parity, trees)
 
 
@@ -161,6 +160,18 @@ def decode_drafted(
         )
         for acceptor in setup.acceptors
     ]
+
+
+def _draw(
+    setup: LiveSetup, prompt: LivePrompt, drafted: Sequence[tuple[Acceptor, Decoded]]
+) -> list[DrawnTree]:
+    """Of the largest plain tree; nothing if no tree is decoded live."""
+    trees = [(a, decoded) for a, decoded in drafted if a.name == "tree"]
+    if not trees:
+        return []
+    acceptor, decoded = trees[-1]
+    tokenizer = setup.target.tokenizer
+    return draw_passes(tokenizer, prompt.prompt_id, prompt.tokens, acceptor.key, decoded)
 
 
 def first_difference(

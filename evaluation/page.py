@@ -1,272 +1,288 @@
-"""report.html: one self-contained page, light, with what a person would look at first on top."""
+"""report.html: one file that stands alone, with what a person decides by on top. docs/evaluation.md defines every number."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from html import escape
 from pathlib import Path
 from typing import Any
 
-from common.files import atomic_path
 from evaluation.drawing import DrawnTree
+from evaluation.headline import cards, select, weak_tasks
+from evaluation.html import facts, heading, section, table, text, with_interval, write_html
 from evaluation.plots import (
-    acceptance_by_budget,
+    Palette,
+    acceptor_name,
+    by_budget,
     calibration_chart,
+    child_rank_chart,
     recall_chart,
     stage_chart,
     survival_chart,
     training_charts,
 )
-from evaluation.report import ALL_TASKS
-from evaluation.tree_chart import tree_chart
-
-MAX_TREES = 3
-
-STYLE = """
-:root { color-scheme: light; }
-body { font: 15px/1.5 system-ui, -apple-system, "Segoe UI", "DejaVu Sans", sans-serif; color: #1a202c;
-  background: #f4f6f9; margin: 0; }
-main { max-width: 1320px; margin: 0 auto; padding: 28px 24px 60px; }
-h1 { font-size: 25px; margin: 0 0 2px; } h2 { font-size: 17px; margin: 0 0 4px; }
-.sub { color: #4a5568; margin: 0 0 20px; } .note { color: #5b6678; font-size: 13px; margin: 0 0 10px; }
-.cards { display: grid; grid-template-columns: repeat(auto-fit, minmax(180px, 1fr)); gap: 14px; margin-bottom: 16px; }
-.card, section { background: #fff; border: 1px solid #e2e8f0; border-radius: 10px; padding: 16px 18px; }
-.card b { display: block; font-size: 27px; line-height: 1.2; font-variant-numeric: tabular-nums; }
-.card span { color: #4a5568; font-size: 13px; } .card.good b { color: #0f766e; } .card.bad b { color: #b91c1c; }
-.grid { display: grid; grid-auto-flow: dense; grid-template-columns: repeat(2, minmax(0, 1fr)); gap: 16px; }
-.wide { grid-column: 1 / -1; } @media (max-width: 900px) { .grid { grid-template-columns: minmax(0, 1fr); } }
-svg { max-width: 100%; font: 12px system-ui, "DejaVu Sans", sans-serif; display: block; }
-.scroll { overflow-x: auto; } .scroll svg { max-width: none; font-family: ui-monospace, "DejaVu Sans Mono", monospace; }
-table { border-collapse: collapse; width: 100%; font-variant-numeric: tabular-nums; }
-th, td { padding: 5px 10px; text-align: right; border-bottom: 1px solid #edf1f6; white-space: nowrap; }
-th { color: #4a5568; font-weight: 600; font-size: 13px; } th:first-child, td:first-child { text-align: left; }
-td small { color: #718096; } tr:hover td { background: #f8fafc; }
-.legend { display: flex; flex-wrap: wrap; gap: 4px 16px; font-size: 13px; color: #4a5568; margin-top: 6px; }
-.legend i { display: inline-block; width: 12px; height: 12px; border-radius: 3px; margin-right: 6px; vertical-align: -1px; }
-dl { display: grid; grid-template-columns: max-content 1fr; gap: 3px 18px; margin: 0; }
-dt { color: #4a5568; } dd { margin: 0; overflow-wrap: anywhere; }
-"""
+from evaluation.speed import measured_rows
+from evaluation.tree_chart import num_left_out, tree_chart
 
 
 def write_page(
     path: Path, report: dict[str, Any], trees: Sequence[DrawnTree], logs_folder: Path
 ) -> None:
     """`report` is report.json's content. Training curves come from `logs_folder`/train.jsonl if it is there."""
-    body = "".join(
+    about = report["facts"]
+    parts = [
+        heading(
+            f"{about['run']}: how good a tree is this drafter?",
+            f"{about['target']} · {about['drafter']}",
+        ),
+        cards(report),
+        '<div class="grid">',
+        *_replayed(report),
+        *_decoded(report),
+        *_quality(report),
+        *_trees(trees),
+        *(section(title, [note], chart) for title, note, chart in training_charts(logs_folder)),
+        section("Checks", [], _checks(report)),
+        section("This run", [], _facts(report)),
+        "</div>",
+    ]
+    write_html(path, about["run"], "".join(parts))
+
+
+def _replayed(report: dict[str, Any]) -> list[str]:
+    replay = select(report, "replay")
+    if not replay:
+        return []
+    palette, temperature = Palette(report["rows"]), replay[0]["temperature"] or 0.0
+    live = [row for row in select(report, "live") if row["temperature"] == temperature]
+    return [
+        section(
+            "Acceptance length by tree budget",
+            [
+                "Tokens a verify pass emits: accepted draft tokens and the bonus token. Replay, mean over prompts with its "
+                f"95 % interval; hollow dots are live decoding (fewer prompts, T={temperature:g})."
+            ],
+            by_budget("acceptance length", replay, live, palette, "acceptance_macro", 1.0),
+        ),
+        _speed_section(report, palette, temperature),
+        section(
+            "By task",
+            [
+                "Acceptance length in replay, macro mean over prompts with its 95 % interval; marked ▼ where the largest "
+                "budget's whole interval is below the mean of all prompts."
+            ],
+            _task_table(report),
+            "wide",
+        ),
+    ]
+
+
+def _speed_section(report: dict[str, Any], palette: Palette, temperature: float) -> str:
+    measured = [
+        row
+        for row in measured_rows(select(report, "live"))
+        if row["temperature"] == temperature and row["acceptor"] != "plain"
+    ]
+    modelled = report["modelled"]
+    if not modelled:
+        if not measured:
+            return ""
+        notes = ["Tokens/s of live decoding over plain decoding in the same run."]
+        return section(
+            "Speed over plain decoding, measured",
+            notes,
+            by_budget("speed-up", measured, [], palette, "speedup", 1.0),
+        )
+    found = {acceptor_name(row): row["speedup"] for row in measured}
+    rows = [
         [
-            f"<h1>{escape(report['facts']['run'])}: how good a tree is this drafter?</h1>",
-            f'<p class="sub">{escape(report["facts"]["target"])} &middot; {escape(report["facts"]["drafter"])}</p>',
-            _cards(report),
-            '<div class="grid">',
-            *_sections(report, trees, logs_folder),
-            "</div>",
+            text(acceptor_name(row)),
+            f"{row['num_nodes']:.1f}",
+            f"{row['round_ms']:.3g}",
+            with_interval(row["speedup"], row["ci95"]),
+            f"{found[acceptor_name(row)]:.2f}" if acceptor_name(row) in found else "",
         ]
+        for row in modelled
+    ]
+    return section(
+        "Speed over plain decoding, modelled",
+        [
+            "Acceptance length (replay) x seconds of a plain step / seconds of a round with that many nodes, as measured on "
+            "this machine. Hollow: measured by live decoding. The best budget is chosen on these very prompts."
+        ],
+        by_budget("speed-up", modelled, measured, palette, "speedup", 1.0)
+        + table(["acceptor", "nodes", "ms a round", "modelled", "measured"], rows),
     )
-    title = escape(report["facts"]["run"])
-    with atomic_path(path) as aside:
-        aside.write_text(
-            f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{title}</title>'
-            f"<style>{STYLE}</style></head><body><main>{body}</main></body></html>\n",
-            encoding="utf-8",
+
+
+def _decoded(report: dict[str, Any]) -> list[str]:
+    live = select(report, "live")
+    if not live:
+        return []
+    return [
+        section(
+            "Live and replay side by side",
+            [
+                "Greedy live decoding beside the replay of the very same records (they must agree) and of all test rows. "
+                "Speeds are without prefill; plain decoding ran in the same run."
+            ],
+            _live_table(report, live),
+            "wide",
+        ),
+        section(
+            "Where a pass spends its time",
+            [
+                "Milliseconds a verify pass, prefill not counted. `rest` is the walk and bookkeeping."
+            ],
+            stage_chart(live),
+        ),
+    ]
+
+
+def _quality(report: dict[str, Any]) -> list[str]:
+    if not select(report, "replay"):
+        return []
+    palette = Palette(report["rows"])
+    taken = [row for row in report["child_ranks"] if row["num_tokens"]]
+    parts = [
+        section(
+            "How deep drafts survive",
+            ["Share of anchors whose recorded tokens up to this depth are all in the tree."],
+            survival_chart(report["survival"], palette),
+        ),
+        section(
+            "Recall of each slot",
+            ["Is the recorded token among the slot's k likeliest, whatever came before it?"],
+            recall_chart(report["recall"]),
+        ),
+        _calibration_section(report["calibration"]),
+    ]
+    if taken:
+        parts.insert(
+            1,
+            section(
+                "Which choices are taken",
+                [
+                    "Of the draft tokens that were emitted, the share that was the drafter's first choice at its depth, its "
+                    "second, and so on. A chain can use first choices only."
+                ],
+                child_rank_chart(taken),
+            ),
         )
-
-
-def acceptor_name(row: dict[str, Any]) -> str:
-    return row["acceptor"] if row["budget"] is None else f"{row['acceptor']} {row['budget']}"
-
-
-def select(report: dict[str, Any], mode: str, task: str = ALL_TASKS) -> list[dict[str, Any]]:
-    """Rows of one mode and task that have passes."""
-    rows = [row for row in report["rows"] if row["mode"] == mode and row["task"] == task]
-    return [row for row in rows if row["num_passes"]]
-
-
-def _sections(report: dict[str, Any], trees: Sequence[DrawnTree], logs_folder: Path) -> list[str]:
-    replay, live = select(report, "replay"), select(report, "live")
-    parts = []
-    if replay:
-        parts += [
-            _section(
-                "Acceptance length by tree budget",
-                "Tokens a verify pass emits: accepted draft tokens and the bonus token. Mean over prompts with its 95 % "
-                "interval; dots are live decoding.",
-                acceptance_by_budget(replay, live),
-            ),
-            _section(
-                "How deep drafts survive",
-                "Share of anchors whose recorded tokens up to this depth are all in the tree.",
-                survival_chart(report["survival"]),
-            ),
-            _section(
-                "By task",
-                "Acceptance length in replay, macro mean over prompts with its 95 % interval.",
-                _task_table(report),
-                "wide",
-            ),
-        ]
-    if live:
-        parts += [
-            _section(
-                "Live and replay side by side",
-                "Greedy live decoding beside the replay of the very same records (they must agree) and of all test rows. Speeds are "
-                "without prefill, plain decoding in the same run.",
-                _live_table(live, report["side_by_side"], replay),
-                "wide",
-            ),
-            _section(
-                "Where decoding time goes",
-                "Share of live decoding time, prefill not counted. `rest` is the walk and bookkeeping.",
-                stage_chart(live),
-            ),
-        ]
-    if replay:
-        parts += [
-            _section(
-                "Recall of each slot",
-                "Is the recorded token among the slot's k likeliest, whatever came before it?",
-                recall_chart(report["recall"]),
-            ),
-            _section(
-                "Is the drafter's confidence true?",
-                "Nodes of the largest tree by path probability: how many of them were right.",
-                calibration_chart(report["calibration"]["nodes"])
-                + _calibration_table(report["calibration"]["accepted_per_anchor"]),
-            ),
-        ]
-    for tree in sorted(trees, key=lambda tree: -len(tree.accepted))[:MAX_TREES]:
-        parts.append(
-            _section(
-                f"A draft tree of {len(tree.parents) - 1} nodes that yields {len(tree.accepted)} tokens",
-                f"Best verify pass of prompt {escape(tree.prompt_id[:12])}. Green: the anchor, the accepted path and "
-                "(dashed) the bonus token. &middot; is a space.",
-                f'<div class="scroll">{tree_chart(tree)}</div>',
-                "wide",
-            )
-        )
-    parts += [_section(title, note, chart) for title, note, chart in training_charts(logs_folder)]
-    parts.append(_section("Checks", "", _checks(report)))
-    parts.append(_section("This run", "", _facts(report)))
     return parts
 
 
-def _section(title: str, note: str, body: str, kind: str = "") -> str:
-    note = f'<p class="note">{note}</p>' if note else ""
-    return f'<section class="{kind}"><h2>{escape(title)}</h2>{note}{body}</section>'
+def _calibration_section(calibration: dict[str, Any]) -> str:
+    before = calibration["unfitted"]
+    if before is None:
+        curves = {"drafter": calibration["nodes"]}
+        notes = [f"Expected calibration error over nodes: {_number(calibration['ece'])}."]
+    else:
+        curves = {"after the temperature fit": calibration["nodes"], "before": before["nodes"]}
+        notes = [
+            f"Expected calibration error over nodes: {_number(before['ece'])} before the temperature fit, "
+            f"{_number(calibration['ece'])} after it."
+        ]
+    return section(
+        "Is the drafter's confidence true?",
+        ["Nodes of the largest tree by path probability: how many of them were right.", *notes],
+        calibration_chart(curves) + _calibration_table(calibration, before),
+    )
 
 
-def _cards(report: dict[str, Any]) -> str:
-    replay, live = select(report, "replay"), select(report, "live")
-    cards = []
-    chain = [row for row in replay if row["acceptor"] == "chain"]
-    trees = [row for row in replay if row["acceptor"] == "tree"]
-    cards += [
-        _card(f"{row['acceptance_macro']:.2f}", "chain, tokens a pass (replay)") for row in chain
+def _calibration_table(calibration: dict[str, Any], before: dict[str, Any] | None) -> str:
+    head = ["accepted tokens an anchor", "nodes", "expected", "accepted", "expected / accepted"]
+    rows = [
+        [
+            text(acceptor_name(row)),
+            f"{row['num_nodes']:.1f}",
+            f"{row['predicted']:.2f}",
+            f"{row['realised']:.2f}",
+            "" if row["ratio"] is None else with_interval(row["ratio"], row["ratio_ci95"]),
+        ]
+        for row in calibration["accepted_per_anchor"]
     ]
-    if trees:
-        best = max(trees, key=lambda row: row["budget"])
-        low, high = best["ci95"]
-        cards.append(
-            _card(
-                f"{best['acceptance_macro']:.2f}",
-                f"tree of {best['budget']}, tokens a pass (replay), {low:.2f} to {high:.2f}",
-                "good",
-            )
-        )
-    speeds = {acceptor_name(row): row["tokens_per_s"] for row in reversed(live)}  # coldest last
-    if "plain" in speeds:
-        name, speed = max(
-            ((n, s) for n, s in speeds.items() if n != "plain"), key=lambda item: item[1]
-        )
-        cards.append(
-            _card(f"{speed / speeds['plain']:.2f}&times;", f"speed of {name} over plain decoding")
-        )
-    for key, what in (
-        ("lossless", "prompts: greedy output equal to plain decoding"),
-        ("parity", "live passes that replay predicts exactly"),
-    ):
-        found = report[key]
-        total = found["num_prompts"] if key == "lossless" else found["num_passes"]
-        if total:
-            kind = "good" if found["num_equal"] == total else "bad"
-            cards.append(_card(f"{found['num_equal']}/{total}", what, kind))
-    return f'<div class="cards">{"".join(cards)}</div>'
+    if before is not None:
+        head.append("before the fit: expected, accepted")
+        for cells, row in zip(rows, before["accepted_per_anchor"], strict=True):
+            cells.append(f"{row['predicted']:.2f}, {row['realised']:.2f}")
+    return table(head, rows)
 
 
-def _card(number: str, what: str, kind: str = "") -> str:
-    return f'<div class="card {kind}"><b>{number}</b><span>{escape(what)}</span></div>'
+def _trees(trees: Sequence[DrawnTree]) -> list[str]:
+    """The longest pass of all, a typical one of another prompt, and one that accepted nothing if there is any."""
+    longest = sorted((t for t in trees if t.kind == "longest"), key=lambda t: -len(t.accepted))[:1]
+    others = [
+        t
+        for t in trees
+        if t.kind == "typical" and t.prompt_id not in {x.prompt_id for x in longest}
+    ]
+    others.sort(key=lambda tree: len(tree.accepted))
+    typical = others[len(others) // 2 :][:1]
+    lost = [t for t in others if len(t.accepted) == 1 and t not in typical][:1]
+    titles = {"longest": longest, "a typical one": typical, "one that accepts nothing": lost}
+    return [_tree(tree, what) for what, found in titles.items() for tree in found]
 
 
-def _with_interval(row: dict[str, Any]) -> str:
-    low, high = row["ci95"]
-    return f"{row['acceptance_macro']:.2f} <small>{low:.2f}&ndash;{high:.2f}</small>"
-
-
-def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    cells = "".join(f"<th>{name}</th>" for name in head)
-    lines = "".join(f"<tr>{''.join(f'<td>{cell}</td>' for cell in row)}</tr>" for row in rows)
-    return f'<div class="scroll"><table><tr>{cells}</tr>{lines}</table></div>'
+def _tree(tree: DrawnTree, what: str) -> str:
+    num_nodes, left_out = len(tree.parents) - 1, num_left_out(tree)
+    notes = [
+        f"Green: the anchor, the accepted path and (dashed) the bonus token; #2 is the drafter's second choice. · is a space. "
+        f"Prompt {tree.prompt_id[:12]}."
+    ]
+    if left_out:
+        notes.append(f"{left_out} less likely nodes are not drawn.")
+    if tree.num_emitted < len(tree.accepted):
+        notes.append("The response ends inside the accepted path.")
+    context = (
+        f"<pre>…{text(tree.context)}<b>{text(tree.texts[0])}</b></pre>" if tree.context else ""
+    )
+    return section(
+        f"A verify pass of {num_nodes} nodes that yields {tree.num_emitted} tokens: {what}",
+        notes,
+        context + tree_chart(tree),
+        "wide",
+    )
 
 
 def _task_table(report: dict[str, Any]) -> str:
     tasks = list(dict.fromkeys(row["task"] for row in report["rows"] if row["mode"] == "replay"))
-    rows = [(task, select(report, "replay", task)) for task in tasks]
-    head = ["task", "prompts", "passes (chain)", *(acceptor_name(row) for row in rows[0][1])]
-    return _table(
+    found = [(task, select(report, "replay", task)) for task in tasks]
+    weak = {row["task"] for row in weak_tasks(report) or []}
+    head = ["task", "prompts", "passes (chain)", *(acceptor_name(row) for row in found[0][1])]
+    return table(
         head,
         [
-            [escape(task), str(found[0]["num_prompts"]), str(found[0]["num_passes"])]
-            + [_with_interval(row) for row in found]
-            for task, found in rows
-            if found
+            [f"{text(task)}{' ▼' if task in weak else ''}", str(rows[0]["num_prompts"])]
+            + [str(rows[0]["num_passes"])]
+            + [with_interval(row["acceptance_macro"], row["ci95"]) for row in rows]
+            for task, rows in found
+            if rows
         ],
     )
 
 
-def _live_table(
-    live: Sequence[dict[str, Any]],
-    side_by_side: Sequence[dict[str, Any]],
-    replay: Sequence[dict[str, Any]],
-) -> str:
-    same = {acceptor_name(row): f"{row['replay']:.2f}" for row in side_by_side}
-    replayed = {acceptor_name(row): row for row in replay}
-    plain = {row["temperature"]: row["tokens_per_s"] for row in live if row["acceptor"] == "plain"}
+def _live_table(report: dict[str, Any], live: Sequence[dict[str, Any]]) -> str:
+    same = {acceptor_name(row): row for row in report["side_by_side"]}
+    replayed = {(acceptor_name(r), r["temperature"]): r for r in select(report, "replay")}
+    faster = {(acceptor_name(r), r["temperature"]): r["speedup"] for r in measured_rows(live)}
     rows = []
     for row in live:
-        name, of_all = acceptor_name(row), replayed.get(acceptor_name(row))
+        key = acceptor_name(row), row["temperature"]
+        of_same, of_all = same.get(key[0]) if key[1] == 0 else None, replayed.get(key)
         rows.append(
             [
-                name,
-                f"{row['temperature']:g}",
+                text(key[0]),
+                f"{key[1]:g}",
                 str(row["num_prompts"]),
-                _with_interval(row),
-                same.get(name, "") if row["temperature"] == 0 else "",
-                _with_interval(of_all)
-                if of_all and of_all["temperature"] == row["temperature"]
-                else "",
+                with_interval(row["acceptance_macro"], row["ci95"]),
+                f"{of_same['replay']:.2f}" if of_same else "",
+                with_interval(of_all["acceptance_macro"], of_all["ci95"]) if of_all else "",
                 f"{row['tokens_per_s']:.1f}",
-                f"{row['tokens_per_s'] / plain[row['temperature']]:.2f}&times;",
+                f"{faster[key]:.2f}&times;" if key in faster else "",
             ]
         )
-    return _table(
-        [
-            "acceptor",
-            "T",
-            "prompts",
-            "live",
-            "replay, same records",
-            "replay, all test rows",
-            "tokens/s",
-            "over plain",
-        ],
-        rows,
-    )
-
-
-def _calibration_table(means: Sequence[dict[str, Any]]) -> str:
-    rows = [
-        [acceptor_name(row), f"{row['predicted']:.2f}", f"{row['realised']:.2f}"] for row in means
-    ]
-    return _table(["accepted tokens an anchor", "predicted", "realised"], rows)
+    head = ["acceptor", "T", "prompts", "live", "replay, same records", "replay, all test rows"]
+    return table([*head, "tokens/s", "over plain"], rows)
 
 
 def _checks(report: dict[str, Any]) -> str:
@@ -294,13 +310,13 @@ def _checks(report: dict[str, Any]) -> str:
                 f"gap {item['gap_nats']:.1e} nats, {verdict}",
             )
         )
-    return _list(lines)
+    return facts(lines)
 
 
 def _facts(report: dict[str, Any]) -> str:
     prints = [(f"{key} fingerprint", report[key][:16]) for key in ("target", "drafter", "config")]
-    return _list([*report["facts"].items(), *prints])
+    return facts([*report["facts"].items(), *prints])
 
 
-def _list(lines: Sequence[tuple[str, str]]) -> str:
-    return "<dl>" + "".join(f"<dt>{escape(a)}</dt><dd>{escape(b)}</dd>" for a, b in lines) + "</dl>"
+def _number(value: float | None) -> str:
+    return "none" if value is None else f"{value:.4f}"

@@ -1,14 +1,15 @@
-"""The report's charts, from the rows of report.json and the training log."""
+"""The report's charts, from report.json's content and the training log. No acceptor is known by name here."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from evaluation.charts import (
     Axis,
+    Bar,
     Series,
     doubling_axis,
     line_chart,
@@ -17,84 +18,171 @@ from evaluation.charts import (
 )
 from evaluation.decode import STAGES
 
-CHAIN_COLOUR, LIVE_COLOUR = "#c2410c", "#1d4ed8"
-TREE_COLOURS = ("#99d5cd", "#5bb8ad", "#2a9d8f", "#1b7f78", "#0f5f5c", "#0a4443", "#062c2c")
-STAGE_COLOURS: Mapping[str, str] = dict(
-    zip(STAGES, ("#0f766e", "#84b6f4", "#1d4ed8", "#f59e0b", "#94a3b8"), strict=True)
-)
+NUM_COLOURS = 7  # classes c0..c6 of the page; c7 is grey
+GREY = "c7"
+STAGE_COLOURS: Mapping[str, tuple[str, float]] = {
+    stage: (f"c{index}", 1.0) for index, stage in zip((1, 6, 2, 0, 7), STAGES, strict=True)
+}
+CHILD_GROUPS = ((1, 1), (2, 2), (3, 3), (4, 4), (5, 8), (9, 16), (17, None))
+"""Choices shown together, first and last, from 1."""
 
 
-def acceptance_by_budget(replay: Sequence[dict[str, Any]], live: Sequence[dict[str, Any]]) -> str:
-    """The chain as a level line, the tree over its budgets, both with intervals; greedy live decoding as dots."""
-    trees = sorted((row for row in replay if row["acceptor"] == "tree"), key=lambda r: r["budget"])
-    budgets = [float(row["budget"]) for row in trees]
-    chain = next(row for row in replay if row["acceptor"] == "chain")
-    ends = [budgets[0], budgets[-1]]
-    dots = [row for row in live if row["acceptor"] == "tree" and row["temperature"] == 0]
-    series = [
-        Series(
-            "chain",
-            [(x, chain["acceptance_macro"]) for x in ends],
-            CHAIN_COLOUR,
-            [tuple(chain["ci95"])] * 2,
-            is_dashed=True,
-            has_markers=False,
-        ),
-        Series(
-            "tree",
-            [(float(row["budget"]), row["acceptance_macro"]) for row in trees],
-            TREE_COLOURS[3],
-            [tuple(row["ci95"]) for row in trees],
-        ),
+def acceptor_name(row: Mapping[str, Any]) -> str:
+    """As tables show it: `chain`, `tree 64`."""
+    return row["acceptor"] if row["budget"] is None else f"{row['acceptor']} {row['budget']}"
+
+
+class Palette:
+    """A colour an acceptor, in the order of the report; plain decoding is grey."""
+
+    def __init__(self, rows: Iterable[Mapping[str, Any]]):
+        names = dict.fromkeys(row["acceptor"] for row in rows)
+        drafted = [name for name in names if name != "plain"]
+        self._classes = {name: f"c{i % NUM_COLOURS}" for i, name in enumerate(drafted)}
+
+    def of(self, row: Mapping[str, Any]) -> str:
+        return self._classes.get(row["acceptor"], GREY)
+
+
+def by_budget(
+    title: str,
+    lines: Sequence[Mapping[str, Any]],
+    dots: Sequence[Mapping[str, Any]],
+    palette: Palette,
+    value: str,
+    least: float,
+) -> str:
+    """`value` over the budget: a line an acceptor, level and dashed where it has no budget; `dots` hollow.
+
+    Intervals are drawn where a row has `ci95`. `least` is on the axis in any case.
+    """
+    budgets = sorted({float(r["budget"]) for r in [*lines, *dots] if r["budget"] is not None})
+    budgets = budgets or [1.0]
+    series = [_over_budget(rows, budgets, palette, value) for rows in _families(lines)]
+    series += [_dots(rows, palette, value) for rows in _families(dots) if rows[0]["budget"]]
+    heights = [y for line in series for _, y in line.points]
+    heights += [y for line in series for pair in line.band for y in pair]
+    x_axis = doubling_axis("tree budget (nodes)", budgets)
+    return line_chart(title, series, x_axis, linear_axis(title, [least, *heights]))
+
+
+def _families(rows: Sequence[Mapping[str, Any]]) -> list[list[Mapping[str, Any]]]:
+    """Rows of one acceptor together, by budget."""
+    names = dict.fromkeys(row["acceptor"] for row in rows)
+    return [
+        sorted((r for r in rows if r["acceptor"] == name), key=lambda r: r["budget"] or 0)
+        for name in names
     ]
-    if dots:
-        points = [(float(row["budget"]), row["acceptance_macro"]) for row in dots]
-        series.append(Series("tree, live (greedy)", points, LIVE_COLOUR, has_line=False))
-    heights = [y for line in series for _, y in line.points] + [
-        y for line in series for pair in line.band for y in pair
-    ]
-    return line_chart(
-        series,
-        doubling_axis("tree budget (nodes)", budgets),
-        linear_axis("acceptance length", [1.0, *heights]),
+
+
+def _over_budget(
+    rows: Sequence[Mapping[str, Any]], budgets: Sequence[float], palette: Palette, value: str
+) -> Series:
+    first, is_level = rows[0], rows[0]["budget"] is None
+    if is_level:
+        rows, places = [first, first], [budgets[0], budgets[-1]]
+    else:
+        places = [float(row["budget"]) for row in rows]
+    has_band = all(row.get("ci95") for row in rows)
+    return Series(
+        first["acceptor"],
+        [(place, row[value]) for place, row in zip(places, rows, strict=True)],
+        palette.of(first),
+        [tuple(row["ci95"]) for row in rows] if has_band else [],
+        is_dashed=is_level,
+        has_markers=not is_level,
     )
 
 
-def survival_chart(survival: Sequence[dict[str, Any]]) -> str:
+def _dots(rows: Sequence[Mapping[str, Any]], palette: Palette, value: str) -> Series:
+    points = [(float(row["budget"]), row[value]) for row in rows]
+    name = f"{rows[0]['acceptor']}, live"
+    return Series(name, points, palette.of(rows[0]), has_line=False, is_hollow=True)
+
+
+def survival_chart(survival: Sequence[Mapping[str, Any]], palette: Palette) -> str:
+    """Every acceptor's largest budget, and all budgets of the one that has most of them, fainter where smaller."""
+    families = _families(survival)
+    fullest = max(families, key=len)
     series = []
-    for index, row in enumerate(survival):
-        name = row["acceptor"] if row["budget"] is None else f"{row['acceptor']} {row['budget']}"
-        colour = CHAIN_COLOUR if row["budget"] is None else TREE_COLOURS[min(index - 1, 6)]
-        points = _by_slot(row["share"])
-        series.append(Series(name, points, colour, is_dashed=row["budget"] is None))
+    for rows in families:
+        shown = rows if rows is fullest else rows[-1:]
+        for index, row in enumerate(shown):
+            series.append(
+                Series(
+                    acceptor_name(row),
+                    _by_slot(row["share"]),
+                    palette.of(row),
+                    strength=_strength(index, len(shown)),
+                    is_dashed=row["budget"] is None,
+                )
+            )
+    label = "share of anchors"
     return line_chart(
-        series, _slots("depth (tokens drafted)", series), _up_to("share of anchors", series)
+        "survival by depth",
+        series,
+        _slots("depth (tokens drafted)", series),
+        _from_zero(label, series),
     )
 
 
-def recall_chart(recall: Sequence[dict[str, Any]]) -> str:
+def recall_chart(recall: Sequence[Mapping[str, Any]]) -> str:
     series = [
-        Series(f"top {row['k']}", _by_slot(row["share"]), TREE_COLOURS[2 * index])
+        Series(
+            f"top {row['k']}", _by_slot(row["share"]), "c1", strength=_strength(index, len(recall))
+        )
         for index, row in enumerate(recall)
     ]
-    return line_chart(series, _slots("slot", series), _up_to("recall", series))
+    return line_chart(
+        "recall of each slot", series, _slots("slot", series), _from_zero("recall", series)
+    )
 
 
-def calibration_chart(nodes: Sequence[dict[str, Any]]) -> str:
-    points = [(row["predicted"], row["realised"]) for row in nodes]
-    series = [
-        Series("perfect", [(0, 0), (1, 1)], "#94a3b8", is_dashed=True, has_markers=False),
-        Series("drafter", points, TREE_COLOURS[3]),
+def calibration_chart(curves: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
+    """A line a curve name; on the dashed line the drafter's probabilities are true."""
+    series = [Series("true", [(0, 0), (1, 1)], GREY, is_dashed=True, has_markers=False)]
+    series += [
+        Series(
+            name,
+            [(row["predicted"], row["realised"]) for row in nodes],
+            f"c{1 - index}",
+            is_hollow=index > 0,
+        )
+        for index, (name, nodes) in enumerate(curves.items())
     ]
-    return line_chart(series, _share_axis("path probability"), _share_axis("share that was right"))
+    axes = _share_axis("path probability"), _share_axis("share that was right")
+    return line_chart("calibration of path probability", series, *axes)
 
 
-def stage_chart(live: Sequence[dict[str, Any]]) -> str:
-    rows = []
+def stage_chart(live: Sequence[Mapping[str, Any]]) -> str:
+    """Milliseconds a pass, by stage."""
+    bars = []
     for row in live:
-        name = row["acceptor"] if row["budget"] is None else f"{row['acceptor']} {row['budget']}"
-        rows.append((f"{name}, T={row['temperature']:g}", row["stage_share"]))
-    return stacked_bars(rows, STAGE_COLOURS)
+        pass_ms = 1000 * row["acceptance_micro"] / row["tokens_per_s"]
+        parts = {stage: share * pass_ms for stage, share in row["stage_share"].items()}
+        name = f"{acceptor_name(row)}, T={row['temperature']:g}"
+        bars.append(Bar(name, parts, f"{pass_ms:.3g} ms"))
+    return stacked_bars("milliseconds a pass", bars, STAGE_COLOURS, lambda ms: f"{ms:.3g}")
+
+
+def child_rank_chart(rows: Sequence[Mapping[str, Any]]) -> str:
+    bars, colours = [], {}
+    for index, (first, last) in enumerate(CHILD_GROUPS):
+        colours[_group_name(first, last)] = ("c1", _strength(len(CHILD_GROUPS) - index, 7))
+    for row in rows:
+        share = row["share"]
+        parts = {
+            _group_name(first, last): sum(share[first - 1 : last]) for first, last in CHILD_GROUPS
+        }
+        name = f"{acceptor_name(row)}{', live' if row['mode'] == 'live' else ''}"
+        bars.append(Bar(name, parts, f"of {row['num_tokens']}"))
+    return stacked_bars("choices taken", bars, colours, lambda share: f"{share:.0%}")
+
+
+def _group_name(first: int, last: int | None) -> str:
+    if last is None:
+        return f"choice {first} on"
+    return f"choice {first}" if first == last else f"choices {first}-{last}"
 
 
 def training_charts(logs_folder: Path) -> list[tuple[str, str, str]]:
@@ -106,37 +194,44 @@ def training_charts(logs_folder: Path) -> list[tuple[str, str, str]]:
     charts = []
     loss = _curve(lines, "train/loss")
     if len(loss) > 1:
-        series = [Series("train/loss", loss, TREE_COLOURS[3], has_markers=False)]
-        charts.append(
-            ("Training loss", "Nats a slot, weighted as it was trained.", _curves(series, "nats"))
-        )
-    names = sorted({name for line in lines for name in line if name.startswith("validation/") and "acceptance" in name}, key=_budget_of)  # fmt: skip
-    curves = [(name, _curve(lines, name)) for name in names]
-    series = [
-        Series(
-            name.removeprefix("validation/").replace("_acceptance", "").replace("_", " "),
-            points,
-            CHAIN_COLOUR if "chain" in name else TREE_COLOURS[min(max(index - 1, 0), 6)],
-            is_dashed="chain" in name,
-        )
-        for index, (name, points) in enumerate(curves)
-        if points
-    ]
+        series = [Series("train/loss", loss, "c1", has_markers=False)]
+        note = "Nats a slot, weighted as it was trained."
+        charts.append(("Training loss", note, _curves("training loss", series, "nats")))
+    series = _validation_curves(lines)
     if series:
         note = "Acceptance length on validation rows, by replay, during training."
-        charts.append(("Acceptance while training", note, _curves(series, "acceptance length")))
+        chart = _curves("acceptance while training", series, "acceptance length")
+        charts.append(("Acceptance while training", note, chart))
     return charts
 
 
-def _curves(series: Sequence[Series], label: str) -> str:
+def _validation_curves(lines: Sequence[Mapping[str, float]]) -> list[Series]:
+    logged = {name for line in lines for name in line}
+    names = [n for n in logged if n.startswith("validation/") and "acceptance" in n]
+    names.sort(key=lambda name: (_budget_of(name), name))
+    num_trees = max(sum(_budget_of(name) > 0 for name in names), 1)
+    return [
+        Series(
+            name.removeprefix("validation/").replace("_acceptance", "").replace("_", " "),
+            points,
+            "c1" if _budget_of(name) else "c0",
+            strength=_strength(index - len(names) + num_trees, num_trees),
+            is_dashed=not _budget_of(name),
+        )
+        for index, name in enumerate(names)
+        if (points := _curve(lines, name))
+    ]
+
+
+def _curves(title: str, series: list[Series], label: str) -> str:
     xs = [x for line in series for x, _ in line.points]
     ys = [y for line in series for _, y in line.points]
     return line_chart(
-        series, linear_axis("optimizer step", xs, from_zero=True), linear_axis(label, ys)
+        title, series, linear_axis("optimizer step", xs, from_zero=True), linear_axis(label, ys)
     )
 
 
-def _curve(lines: Sequence[dict[str, float]], name: str) -> list[tuple[float, float]]:
+def _curve(lines: Sequence[Mapping[str, float]], name: str) -> list[tuple[float, float]]:
     return [(line["step"], line[name]) for line in lines if name in line]
 
 
@@ -146,18 +241,23 @@ def _budget_of(name: str) -> int:
     return int(tail) if tail.isdigit() else 0
 
 
+def _strength(index: int, count: int) -> float:
+    """0.3..1 over the members of a family, the last one strongest."""
+    return 1.0 if count < 2 or index < 0 else 0.3 + 0.7 * min(index / (count - 1), 1.0)
+
+
 def _by_slot(shares: Sequence[float]) -> list[tuple[float, float]]:
     return [(float(slot), share) for slot, share in enumerate(shares, start=1)]
 
 
 def _slots(label: str, series: Sequence[Series]) -> Axis:
-    last = max(x for line in series for x, _ in line.points)
+    last = max((x for line in series for x, _ in line.points), default=1.0)
     return Axis(label, 0.8, last + 0.2, [float(slot) for slot in range(1, int(last) + 1)])
 
 
-def _up_to(label: str, series: Sequence[Series]) -> Axis:
-    """From zero to the largest share."""
-    return linear_axis(label, [y for line in series for _, y in line.points], from_zero=True)
+def _from_zero(label: str, series: Sequence[Series]) -> Axis:
+    """To the largest share."""
+    return linear_axis(label, [0.0, *(y for line in series for _, y in line.points)])
 
 
 def _share_axis(label: str) -> Axis:

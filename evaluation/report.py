@@ -2,124 +2,167 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from torch import Tensor
-
-from evaluation.acceptance import PromptPasses, measure_acceptance
-from evaluation.decode import PLAIN, STAGES, Acceptor
+from evaluation.acceptance import measure_acceptance
+from evaluation.agreement import lossless, parity, side_by_side
+from evaluation.comparison import compare_prompts
+from evaluation.decode import CHAIN, PLAIN, STAGES
 from evaluation.live import LiveDecode, LiveRecord
+from evaluation.prompt_records import Kind, PromptRecord, by_kind, prompt_records
 from evaluation.replay import ReplayOptions, RowReplay
-from evaluation.sums import BIN_EDGES, RECALL_AT, ReplaySums
+from evaluation.speed import RoundSeconds, modelled_rows
+from evaluation.sums import ReplaySums
+from evaluation.tree_quality import calibration, child_rank_rows, recall_rows, survival_rows
 
 ALL_TASKS = "all"
 
 
 @dataclass(frozen=True)
 class Identity:
-    """Fingerprints of what was evaluated, and facts for a reader's eye."""
+    """Fingerprints of what was evaluated, what two comparable evaluations share, and facts for a reader's eye."""
 
     target: str
     drafter: str
     config: str
+    settings: dict[str, Any]
+    """Everything but the drafter that acceptance lengths depend on; compare refuses where they differ."""
     facts: dict[str, str]
 
 
+@dataclass(frozen=True)
+class Measured:
+    """All records of one evaluation. `sums` are those of `replayed`, whose responses were sampled at `record_temperature`."""
+
+    options: ReplayOptions
+    replayed: Sequence[RowReplay]
+    live: Sequence[LiveRecord]
+    sums: ReplaySums
+    record_temperature: float | None
+    """None if the target did not write the responses."""
+    cost: RoundSeconds | None = None
+    """Where it was measured."""
+
+    def prompt_records(self) -> list[PromptRecord]:
+        return list(
+            prompt_records(
+                self.options.acceptors, self.replayed, self.record_temperature, self.live
+            )
+        )
+
+    def unfitted(self) -> ReplaySums | None:
+        """The sums at drafter temperature 1, where a fit is used."""
+        parts = [row.unfitted for row in self.replayed if row.unfitted is not None]
+        if not parts:
+            return None
+        total = ReplaySums.zero(self.sums.acceptors, len(self.sums.labelled))
+        for part in parts:
+            total += part
+        return total
+
+
 def build_report(
-    identity: Identity,
-    options: ReplayOptions,
-    replayed: Sequence[RowReplay],
-    live: Sequence[LiveRecord],
-    sums: ReplaySums,
-    record_temperature: float | None,
+    identity: Identity, measured: Measured, records: Sequence[PromptRecord]
 ) -> dict[str, Any]:
-    """The whole report. `sums` are those of `replayed`, whose responses were sampled at `record_temperature`."""
+    """The whole report. records: `measured.prompt_records()`."""
+    acceptors, sums = measured.options.acceptors, measured.sums
+    rows = report_rows(records, measured.live)
     return {
         "target": identity.target,
         "drafter": identity.drafter,
         "config": identity.config,
+        "settings": identity.settings,
         "facts": identity.facts,
-        "rows": replay_report_rows(options.acceptors, replayed, record_temperature)
-        + live_report_rows(live),
-        "lossless": _lossless(live),
-        "parity": _parity(live),
-        "side_by_side": _side_by_side(live),
-        "calibration": _calibration(options.acceptors, sums),
-        "survival": _survival(options.acceptors, sums),
-        "recall": _recall(sums),
+        "rows": rows,
+        "gain": gain_rows(records),
+        "modelled": _modelled(rows, measured),
+        "lossless": lossless(measured.live),
+        "parity": parity(measured.live),
+        "side_by_side": side_by_side(measured.live),
+        "calibration": calibration(acceptors, sums, [row.sums for row in measured.replayed])
+        | {"unfitted": _unfitted(measured)},
+        "survival": survival_rows(acceptors, sums),
+        "recall": recall_rows(sums),
+        "child_ranks": child_rank_rows(records),
     }
 
 
-def replay_report_rows(
-    acceptors: Sequence[Acceptor],
-    replayed: Sequence[RowReplay],
-    record_temperature: float | None,
+def report_rows(
+    records: Sequence[PromptRecord], live: Sequence[LiveRecord]
 ) -> list[dict[str, Any]]:
-    """A row for each task and acceptor. The temperature is the records': None if the target did not write them."""
-    return [
-        _row(
-            task,
-            acceptor.name,
-            acceptor.budget,
-            "replay",
-            record_temperature,
-            [
-                PromptPasses(row.prompt_id, row.task, tuple(row.passes[acceptor.key]))
-                for row in replayed
-                if task in (ALL_TASKS, row.task)
-            ],
-        )
-        for task in _tasks(row.task for row in replayed)
-        for acceptor in acceptors
-    ]
-
-
-def live_report_rows(live: Sequence[LiveRecord]) -> list[dict[str, Any]]:
-    """A row for each task, acceptor and temperature; plain decoding is the one that speeds are compared with."""
-    kinds = {(d.acceptor, d.budget, d.temperature): None for record in live for d in record.decodes}
+    """A row for each mode, task, acceptor and temperature; plain decoding is the one that speeds are compared with."""
     rows = []
-    for task in _tasks(record.task for record in live):
-        for kind in kinds:
-            found = [
-                (record, decode)
-                for record in live
-                for decode in record.decodes
-                if task in (ALL_TASKS, record.task)
-                and (decode.acceptor, decode.budget, decode.temperature) == kind
-            ]
-            prompts = [
-                PromptPasses(record.prompt_id, record.task, tuple(decode.passes))
-                for record, decode in found
-            ]
-            row = _row(task, kind[0], kind[1], "live", kind[2], prompts)
-            rows.append(row | _speed([decode for _, decode in found]))
+    for mode in ("replay", "live"):
+        own = [record for record in records if record.mode == mode]
+        for task in _tasks(record.task for record in own):
+            for kind, found in by_kind(r for r in own if task in (ALL_TASKS, r.task)).items():
+                row = _row(task, kind, found)
+                rows.append(row | (_speed(_decodes(live, kind, task)) if mode == "live" else {}))
     return rows
 
 
-def _row(
-    task: str,
-    acceptor: str,
-    budget: int | None,
-    mode: str,
-    temperature: float | None,
-    prompts: Sequence[PromptPasses],
-) -> dict[str, Any]:
+def gain_rows(records: Sequence[PromptRecord]) -> list[dict[str, Any]]:
+    """Every drafted acceptor against the chain at its mode and temperature, prompt by prompt."""
+    kinds = by_kind(records)
+    rows = []
+    for kind, found in kinds.items():
+        chain = kinds.get(dataclasses.replace(kind, acceptor=CHAIN.name, budget=None))
+        if chain is None or kind.acceptor in (PLAIN.name, CHAIN.name):
+            continue
+        compared = compare_prompts(
+            [record.as_passes for record in chain], [record.as_passes for record in found]
+        )
+        if compared is not None:
+            rows.append(asdict(kind) | compared.to_json())
+    return rows
+
+
+def _modelled(rows: Sequence[dict[str, Any]], measured: Measured) -> list[dict[str, Any]]:
+    if measured.cost is None:
+        return []
+    replay = [row for row in rows if row["mode"] == "replay" and row["task"] == ALL_TASKS]
+    num_nodes = measured.sums.num_nodes / measured.sums.num_anchors.clamp(min=1)
+    return modelled_rows(replay, num_nodes.tolist(), measured.cost)
+
+
+def _unfitted(measured: Measured) -> dict[str, Any] | None:
+    sums = measured.unfitted()
+    if sums is None:
+        return None
+    parts = [row.unfitted for row in measured.replayed if row.unfitted is not None]
+    return calibration(measured.options.acceptors, sums, parts)
+
+
+def _decodes(live: Sequence[LiveRecord], kind: Kind, task: str) -> list[LiveDecode]:
+    return [
+        decode
+        for record in live
+        for decode in record.decodes
+        if task in (ALL_TASKS, record.task)
+        and (decode.acceptor, decode.budget, decode.temperature)
+        == (kind.acceptor, kind.budget, kind.temperature)
+    ]
+
+
+def _row(task: str, kind: Kind, records: Sequence[PromptRecord]) -> dict[str, Any]:
     """Without a single pass there is no acceptance: None."""
+    prompts = [record.as_passes for record in records]
     has_passes = any(prompt.passes for prompt in prompts)
     measured = measure_acceptance(prompts) if has_passes else None
     return {
         "task": task,
-        "acceptor": acceptor,
-        "budget": budget,
-        "temperature": temperature,
-        "mode": mode,
+        "acceptor": kind.acceptor,
+        "budget": kind.budget,
+        "temperature": kind.temperature,
+        "mode": kind.mode,
         "num_prompts": measured.num_prompts if measured else 0,
         "num_passes": measured.num_passes if measured else 0,
         "acceptance_macro": measured.macro if measured else None,
         "acceptance_micro": measured.micro if measured else None,
-        "ci95": list(measured.ci95) if measured else None,
+        "ci95": list(measured.ci95) if measured and measured.ci95 else None,
         "tokens_per_s": None,
         "stage_share": None,
     }
@@ -136,118 +179,6 @@ def _speed(decodes: Sequence[LiveDecode]) -> dict[str, Any]:
         "tokens_per_s": emitted / total,
         "stage_share": {stage: spent / total for stage, spent in seconds.items()},
     }
-
-
-def _lossless(live: Sequence[LiveRecord]) -> dict[str, Any]:
-    """Greedy decodes against plain: a prompt is equal if every acceptor gave plain decoding's tokens."""
-    greedy = [record for record in live if any(d.temperature == 0 for d in record.decodes)]
-    differing = [
-        {"prompt_id": record.prompt_id, "acceptor": d.acceptor, "budget": d.budget}
-        | asdict(d.difference)
-        for record in greedy
-        for d in record.decodes
-        if d.difference is not None
-    ]
-    unequal = {item["prompt_id"] for item in differing}
-    return {
-        "num_prompts": len(greedy),
-        "num_equal": len(greedy) - len(unequal),
-        "differing": differing,
-    }
-
-
-def _parity(live: Sequence[LiveRecord]) -> dict[str, Any]:
-    return {
-        "num_passes": sum(record.parity.num_passes for record in live),
-        "num_equal": sum(record.parity.num_equal for record in live),
-        "differing": [
-            asdict(item) | {"is_near_tie": item.is_near_tie}
-            for record in live
-            for item in record.parity.differing
-        ],
-    }
-
-
-def _side_by_side(live: Sequence[LiveRecord]) -> list[dict[str, Any]]:
-    """Greedy live decoding and replay of the very same records, features unrounded: the means must agree."""
-    kinds = {
-        Acceptor(decode.acceptor, decode.budget): None
-        for record in live
-        for decode in record.decodes
-        if decode.temperature == 0 and decode.acceptor != PLAIN.name
-    }
-    rows = []
-    for acceptor in kinds:
-        replayed = [
-            PromptPasses(record.prompt_id, record.task, tuple(passes))
-            for record in live
-            if (passes := record.parity.replay_passes.get(acceptor.key))
-        ]
-        decoded = [
-            PromptPasses(record.prompt_id, record.task, tuple(decode.passes))
-            for record in live
-            for decode in record.decodes
-            if decode.passes
-            and (decode.acceptor, decode.budget, decode.temperature)
-            == (acceptor.name, acceptor.budget, 0)
-        ]
-        if replayed and decoded:
-            rows.append(
-                {
-                    "acceptor": acceptor.name,
-                    "budget": acceptor.budget,
-                    "num_prompts": len(decoded),
-                    "live": measure_acceptance(decoded).macro,
-                    "replay": measure_acceptance(replayed).macro,
-                }
-            )
-    return rows
-
-
-def _calibration(acceptors: Sequence[Acceptor], sums: ReplaySums) -> dict[str, Any]:
-    """Predicted and realised accepted tokens an anchor; and the hit rate of nodes of the largest tree by probability."""
-    num_anchors = max(float(sums.num_anchors), 1.0)
-    means = [
-        {
-            "acceptor": acceptor.name,
-            "budget": acceptor.budget,
-            "predicted": float(sums.predicted[index]) / num_anchors,
-            "realised": float(sums.realised[index]) / num_anchors,
-        }
-        for index, acceptor in enumerate(acceptors)
-    ]
-    bins = [
-        {
-            "low": BIN_EDGES[index],
-            "high": BIN_EDGES[index + 1],
-            "num_nodes": round(count),
-            "predicted": predicted / count,
-            "realised": right / count,
-        }
-        for index, (count, predicted, right) in enumerate(sums.bins.tolist())
-        if count
-    ]
-    return {"accepted_per_anchor": means, "nodes": bins}
-
-
-def _survival(acceptors: Sequence[Acceptor], sums: ReplaySums) -> list[dict[str, Any]]:
-    """share[k-1]: of the anchors with a recorded token at depth k, how many have the recorded prefix in the tree."""
-    return [
-        {"acceptor": acceptor.name, "budget": acceptor.budget, "share": _share(sums, survived)}
-        for acceptor, survived in zip(acceptors, sums.survived, strict=True)
-    ]
-
-
-def _recall(sums: ReplaySums) -> list[dict[str, Any]]:
-    return [
-        {"k": k, "share": _share(sums, recalled)}
-        for k, recalled in zip(RECALL_AT, sums.recalled, strict=True)
-    ]
-
-
-def _share(sums: ReplaySums, numerators: Tensor) -> list[float]:
-    pairs = zip(numerators.tolist(), sums.labelled.tolist(), strict=True)
-    return [numerator / count for numerator, count in pairs if count]
 
 
 def _tasks(tasks: Iterable[str]) -> list[str]:

@@ -22,6 +22,7 @@ from drafter.model import Drafter
 from evaluation.inputs import DrafterSource, open_test_features
 from evaluation.live import LiveSetup, choose_prompts, decode_prompt, make_setup, prompt_of
 from evaluation.page import write_page
+from evaluation.prompt_records import write_prompt_records
 from evaluation.records import (
     RECORD_FORMAT,
     RecordKind,
@@ -33,7 +34,7 @@ from evaluation.records import (
     replay_to_json,
 )
 from evaluation.replay import ReplayOptions, empty_sums, replay_row
-from evaluation.report import Identity, build_report
+from evaluation.report import Identity, Measured, build_report
 from target.head import load_target_head
 from target.identity import target_identity
 from target.load import load_target
@@ -87,6 +88,7 @@ def plan_work(config: Config, ranks: Ranks, source: DrafterSource) -> Work:
         target=fingerprint(target_identity(config.target)),
         drafter=source.fingerprint(),
         config=fingerprint(settings),
+        settings=_settings(config, features),
         facts=_facts(config, source, features),
     )
     return Work(config, ranks, features, source, identity)
@@ -145,9 +147,10 @@ def write_report(work: Work) -> dict[str, Any]:
     sums = empty_sums(work.source.config, work.options)
     for row in replayed:
         sums += row.sums
-    report = build_report(
-        work.identity, work.options, replayed, live, sums, _record_temperature(work.config)
-    )
+    measured = Measured(work.options, replayed, live, sums, _record_temperature(work.config))
+    records = measured.prompt_records()
+    report = build_report(work.identity, measured, records)
+    report["prompts"] = write_prompt_records(work.folder, records)
     write_json(work.folder / "report.json", report)
     trees = [tree for record in live for tree in record.trees]
     write_page(work.folder / "report.html", report, trees, work.config.run.folder / "logs")
@@ -157,6 +160,23 @@ def write_report(work: Work) -> dict[str, Any]:
 def _record_temperature(config: Config) -> float | None:
     responses = config.data.responses
     return responses.temperature if responses.generate else None
+
+
+def _settings(config: Config, features: FeatureSet) -> dict[str, Any]:
+    """What two evaluations must share for their acceptance lengths to be compared; the drafter may differ in all it is."""
+    target = target_identity(config.target)
+    section = config.evaluation
+    return {
+        **{f"target {key}": target[key] for key in ("weights", "tokenizer", "chat_template")},
+        "target chat_template_kwargs": target["chat_template_kwargs"],
+        "target.dtype": config.target.dtype,
+        "extract.codec": features.settings["codec"],
+        "evaluation.max_new_tokens": section.max_new_tokens,
+        "evaluation.dtype": section.dtype,
+        "evaluation.top_p": section.top_p,
+        "evaluation.top_k": section.top_k,
+        "temperature of the records": _record_temperature(config),
+    }
 
 
 def _facts(config: Config, source: DrafterSource, features: FeatureSet) -> dict[str, str]:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from evaluation.page import acceptor_name, select
+from evaluation.headline import select
+from evaluation.plots import acceptor_name
 
 
 def summary_lines(report: dict[str, Any]) -> list[str]:

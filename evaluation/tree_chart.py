@@ -4,23 +4,25 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from html import escape
 
 from evaluation.drawing import DrawnTree
+from evaluation.html import text, visible
 
-COLUMN, ROW, MARGIN, LABEL = 116, 17, 12, 82
+COLUMN, ROW, MARGIN, LABEL = 124, 17, 12, 112
 CHARACTER = 7.3
-ACCEPTED, DRAFTED = "#0f766e", "#64748b"
+MAX_NODES = 40
+"""Drawn at most, besides the accepted path: the likeliest ones, which are a tree themselves."""
 
 
 @dataclass(frozen=True)
 class _Node:
-    text: str
+    label: str
     depth: int
     row: int
     parent: int
     is_accepted: bool
     is_bonus: bool
+    child_rank: int
     prob: float
 
     @property
@@ -40,15 +42,45 @@ def tree_chart(tree: DrawnTree) -> str:
     edges = [_edge(nodes[node.parent], node) for node in below]
     labels = [_text(node) for node in nodes]
     return (
-        f'<svg viewBox="0 0 {width} {height}" width="{width}" height="{height}" role="img"'
-        f' xmlns="http://www.w3.org/2000/svg">{"".join(edges + labels)}</svg>'
+        f'<div class="scroll tree"><svg viewBox="0 0 {width} {height}" width="{width}" height="{height}" role="img"'
+        f' aria-label="draft tree with its accepted path">{"".join(edges + labels)}</svg></div>'
     )
+
+
+def num_left_out(tree: DrawnTree) -> int:
+    return len(tree.parents) - len(_kept(tree))
+
+
+def _kept(tree: DrawnTree) -> list[int]:
+    return sorted({*range(min(len(tree.parents), MAX_NODES + 1)), *tree.accepted})
 
 
 def _layout(tree: DrawnTree) -> list[_Node]:
     """The bonus token hangs below the accepted path's end. Leaves take rows in preorder, an inner node its first child's."""
-    end, bonus = tree.accepted[-1], len(tree.parents)
-    parents = [*tree.parents, end]
+    kept = _kept(tree)
+    place = {node: index for index, node in enumerate(kept)}
+    end, bonus = place[tree.accepted[-1]], len(kept)
+    parents = [*(place.get(tree.parents[node], -1) for node in kept), end]
+    rows = _rows(parents)
+    accepted = {place[node] for node in tree.accepted}
+    drafted = [
+        _Node(
+            _label(tree.texts[node]),
+            tree.depths[node],
+            rows[index],
+            parents[index],
+            index in accepted,
+            False,
+            tree.child_ranks[node],
+            math.exp(tree.log_probs[node]),
+        )
+        for index, node in enumerate(kept)
+    ]
+    depth = tree.depths[tree.accepted[-1]] + 1
+    return [*drafted, _Node(_label(tree.bonus), depth, rows[bonus], end, True, True, 0, 1.0)]
+
+
+def _rows(parents: list[int]) -> list[int]:
     children: list[list[int]] = [[] for _ in parents]
     for node, parent in enumerate(parents[1:], start=1):
         children[parent].append(node)
@@ -58,53 +90,48 @@ def _layout(tree: DrawnTree) -> list[_Node]:
         rows[node] = next_row
         next_row += not children[node]
         stack += reversed(children[node])
-    accepted = {*tree.accepted, bonus}
-    texts = [*tree.texts, tree.bonus]
-    depths = [*tree.depths, tree.depths[end] + 1]
-    log_probs = [*tree.log_probs, 0.0]
-    return [
-        _Node(
-            texts[node],
-            depths[node],
-            rows[node],
-            parents[node],
-            node in accepted,
-            node == bonus,
-            math.exp(log_probs[node]),
-        )
-        for node in range(len(parents))
-    ]
+    return rows
 
 
 def _edge(parent: _Node, node: _Node) -> str:
-    start = parent.x + CHARACTER * len(_label(parent.text)) + 5
+    start = parent.x + CHARACTER * len(parent.label) + 5
     middle, end = node.x - 16, node.x - 4
-    colour = ACCEPTED if node.is_accepted else DRAFTED
+    kind = "accepted" if node.is_accepted else "drafted"
     width = 2.4 if node.is_accepted else 0.8 + node.prob
     dash = ' stroke-dasharray="3 3"' if node.is_bonus else ""
     return (
-        f'<path d="M{start} {parent.y} L{node.x - 34} {parent.y}'
+        f'<path class="{kind}" d="M{start:.0f} {parent.y} L{max(start, node.x - 34):.0f} {parent.y}'
         f' C{middle} {parent.y} {node.x - 30} {node.y} {end} {node.y}" fill="none"'
-        f' stroke="{colour}" stroke-width="{width:.2f}" opacity="{_opacity(node):.2f}"{dash}/>'
+        f' stroke="currentColor" stroke-width="{width:.2f}" opacity="{_opacity(node):.2f}"{dash}/>'
     )
 
 
 def _text(node: _Node) -> str:
-    colour = ACCEPTED if node.is_accepted else DRAFTED
+    kind = "accepted" if node.is_accepted else "drafted"
     weight = ' font-weight="700"' if node.is_accepted else ""
-    what = "bonus token" if node.is_bonus else f"path probability {node.prob:.3g}"
-    return (
-        f'<text x="{node.x}" y="{node.y + 4}" fill="{colour}" opacity="{_opacity(node):.2f}"{weight}>'
-        f"{escape(_label(node.text))}<title>{what}</title></text>"
+    what = "bonus token: the target's own" if node.is_bonus else _described(node)
+    choice = (
+        f'<tspan font-size="10" dy="-3"> #{node.child_rank + 1}</tspan>'
+        if node.is_accepted and node.child_rank
+        else ""
     )
+    return (
+        f'<text class="{kind}" x="{node.x}" y="{node.y + 4}" fill="currentColor" opacity="{_opacity(node):.2f}"{weight}>'
+        f"{text(node.label)}{choice}<title>{what}</title></text>"
+    )
+
+
+def _described(node: _Node) -> str:
+    if node.depth == 0:
+        return "anchor"
+    return f"path probability {node.prob:.3g}, choice {node.child_rank + 1} of its depth"
 
 
 def _opacity(node: _Node) -> float:
     return 1.0 if node.is_accepted else 0.6 + 0.4 * math.sqrt(node.prob)
 
 
-def _label(text: str) -> str:
+def _label(token: str) -> str:
     """A token as one short, visible word: a space is part of it."""
-    shown = text.replace("\n", "↵").replace("\t", "→").replace(" ", "·")
-    shown = "".join(c if c.isprintable() else f"<{ord(c):02x}>" for c in shown) or "<>"
+    shown = visible(token.replace("\n", "↵").replace("\t", "→").replace(" ", "·")) or "<>"
     return shown if len(shown) <= 10 else shown[:9] + "…"

@@ -1,4 +1,4 @@
-"""README.md of an exported folder: what it is, from what, how good, how to serve it. The same input gives the same text."""
+"""README.md of an exported folder: what it is, how good, how to serve it, from what. The same input gives the same text."""
 
 from __future__ import annotations
 
@@ -6,19 +6,25 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from configs.schema import TREE_LOSSES, Config
+from configs.schema import TREE_LOSSES, Config, SourceSection
 from data.features import RowEntry
-from drafter.config import DrafterConfig
+from data.recipes import recipe_named
+from drafter.config import SLIDING, DrafterConfig
+from drafter.folder import Format
+from export.card_results import acceptance, headline
+from export.markdown import bullets, table
 from export.serve import ServeCommands
 from export.verify import Verification
 
-ALL_TASKS = "all"
+DFLASH, DDTREE = "2602.06036", "2604.12989"
 
 
 @dataclass(frozen=True)
 class CardFacts:
     config: Config
     drafter: DrafterConfig
+    format: Format
+    self_contained: bool
     checkpoint: str
     """Name of the checkpoint's folder."""
     fingerprint: str
@@ -27,109 +33,121 @@ class CardFacts:
     report: Mapping[str, Any] | None
     """evaluation/report.json; None if it does not exist."""
 
+    @property
+    def target(self) -> str:
+        return self.config.export.base_model or self.config.target.model
+
 
 def model_card(facts: CardFacts, verification: Verification, commands: ServeCommands) -> str:
     sections = [
-        _front_matter(facts.config),
+        _front_matter(facts),
         _what(facts),
         "## Acceptance length\n\n" + _acceptance(facts),
-        "## Serving\n\n" + _serving(commands, facts.drafter.block_size),
+        "## Serving\n\n" + _serving(facts, commands),
         "## Training\n\n" + _training(facts),
         "## Data\n\n" + _data(facts),
+        "## Limits\n\n" + bullets(_limits(facts)),
         "## Verification\n\n" + _verification(verification),
+        "## Licence and sources\n\n" + _sources(facts),
     ]
     return "\n\n".join(sections) + "\n"
 
 
-def _front_matter(config: Config) -> str:
+def _front_matter(facts: CardFacts) -> str:
+    """What the hub reads. Data sets are named only where they are the hub's."""
+    sources = facts.config.data.sources
+    sets = sorted({source.path or "" for source in sources if source.kind == "datasets"})
     lines = [
-        f"license: {config.export.license}",
-        f"base_model: {config.target.model}",
-        "library_name: transformers",
-        "tags: [speculative-decoding, dflash, ddtree]",
+        f"license: {facts.config.export.license}",
+        f"base_model: {facts.target}",
+        f"library_name: {'transformers' if facts.format == 'zlab' else 'speculators'}",
+        "pipeline_tag: text-generation",
+        "tags: [speculative-decoding, draft-model, dflash, ddtree]",
     ]
+    lines += [f"datasets: [{', '.join(sets)}]"] if any(sets) else []
     return "\n".join(["---", *lines, "---"])
 
 
 def _what(facts: CardFacts) -> str:
     drafter, target = facts.drafter, facts.config.target
     revision = f" (revision {target.revision})" if target.revision else ""
-    window = f", window {drafter.sliding_window}" if drafter.sliding_window else ""
-    rows = {
-        "target": f"{target.model}{revision}",
-        "block size": f"{drafter.block_size}: the anchor and {drafter.block_size - 1} drafted tokens",
-        "mask token": drafter.mask_token_id,
-        "taps (`target_layer_ids`)": (
-            f"{list(drafter.target_layer_ids)}, 0-based: the output of decoder layer i, transformers' `hidden_states[i+1]`; "
-            f"vLLM's speculators format counts from 1: {[i + 1 for i in drafter.target_layer_ids]}"
-        ),
-        "layers": f"{drafter.num_layers} ({', '.join(drafter.layer_types)}{window})",
-        "attention inside a block": "both directions in full layers, causal in sliding layers",
-        "weights": "bfloat16; embedding and output head are the target's and not included",
-    }
-    return (
-        f"# {facts.config.run.name}\n\nA DFlash drafter for speculative decoding with a chain or a draft tree (DDTree).\n\n"
-        + _table(["", ""], [[key, str(value)] for key, value in rows.items()])
+    window = f"; window {drafter.sliding_window} tokens" if drafter.sliding_window else ""
+    taps = list(drafter.target_layer_ids)
+    rows = [
+        ["target", f"{facts.target}{revision}"],
+        [
+            "block size",
+            f"{drafter.block_size}: the anchor and {drafter.block_size - 1} drafted tokens",
+        ],
+        ["mask token", str(drafter.mask_token_id)],
+        [
+            "taps",
+            f"{taps}, 0-based: the output of decoder layer i, transformers' `hidden_states[i+1]`; counted from 1, as vLLM and "
+            f"speculators do: {[i + 1 for i in taps]}",
+        ],
+        ["layers", f"{drafter.num_layers}: {', '.join(drafter.layer_types)}{window}"],
+        ["attention inside a block", _attention(drafter)],
+        ["weights", f"bfloat16; {_own_head(facts)}"],
+        ["tokenizer", "the target's, copied unchanged"],
+    ]
+    told = None if not _is_evaluated(facts) or facts.report is None else headline(facts.report)
+    intro = (
+        f"A DFlash drafter for {facts.target}: it drafts {drafter.block_size - 1} tokens in one pass, which the target verifies "
+        "as a chain, or as a draft tree (DDTree), in one pass of its own. It was trained to be a good tree. "
     )
+    return (
+        f"# {facts.config.run.name}\n\n{intro}{told or ''}".rstrip()
+        + "\n\n"
+        + table(["", ""], rows)
+    )
+
+
+def _attention(drafter: DrafterConfig) -> str:
+    if SLIDING not in drafter.layer_types:
+        return "both directions"
+    return "both directions in full layers, causal in sliding layers"
+
+
+def _own_head(facts: CardFacts) -> str:
+    if facts.self_contained:
+        return "the target's embedding and output head are included, bit for bit"
+    return "embedding and output head are the target's and not included"
+
+
+def _is_evaluated(facts: CardFacts) -> bool:
+    return facts.report is not None and facts.report["drafter"] == facts.fingerprint
 
 
 def _acceptance(facts: CardFacts) -> str:
     if facts.report is None:
         return "Not evaluated before the export."
-    if facts.report["drafter"] != facts.fingerprint:
+    if not _is_evaluated(facts):
         return "The run's evaluation is of another checkpoint than this one, so its numbers are not shown."
-    rows = [
-        [
-            row["acceptor"],
-            "" if row["budget"] is None else str(row["budget"]),
-            row["mode"],
-            "as recorded" if row["temperature"] is None else f"{row['temperature']:g}",
-            str(row["num_prompts"]),
-            f"{row['acceptance_macro']:.3f}",
-            f"{row['ci95'][0]:.3f} to {row['ci95'][1]:.3f}",
-            f"{row['acceptance_micro']:.3f}",
-        ]
-        for row in facts.report["rows"]
-        if row["task"] == ALL_TASKS and row["acceptance_macro"] is not None
-    ]
-    head = [
-        "acceptor",
-        "budget",
-        "mode",
-        "temperature",
-        "prompts",
-        "tokens a pass",
-        "95 %",
-        "micro",
-    ]
-    return (
-        "Tokens a verify pass emits (accepted draft tokens and the bonus token), mean over a prompt's passes, then over "
-        "held-out prompts; `micro` is the mean over all passes.\n\n" + _table(head, rows)
-    )
+    return acceptance(facts.report)
 
 
-def _serving(commands: ServeCommands, block_size: int) -> str:
-    return (
-        f"vLLM counts drafted tokens ({block_size - 1}), SGLang the block ({block_size}). Both decode a chain.\n\n"
-        f"```bash\n{commands.vllm}\n```\n\n```bash\n{commands.sglang}\n```"
-    )
+def _serving(facts: CardFacts, commands: ServeCommands) -> str:
+    parts = [f"vLLM:\n\n```bash\n{commands.vllm}\n```"]
+    if commands.sglang is not None:
+        parts.append(f"SGLang:\n\n```bash\n{commands.sglang}\n```")
+    parts.append("Known of these servers:\n\n" + bullets(commands.caveats))
+    return "\n\n".join(parts)
 
 
 def _training(facts: CardFacts) -> str:
-    train = facts.config.train
-    return _table(
-        ["", ""],
-        [
-            ["checkpoint", facts.checkpoint],
-            ["loss", _loss(facts.config)],
-            ["steps", str(train.steps)],
-            ["documents a step", str(train.global_batch_samples)],
-            ["blocks a document", f"up to {train.num_anchors}"],
-            ["learning rate", f"{train.learning_rate:g}, {train.schedule}"],
-            ["started from", train.init_from or "random weights"],
-            ["seed", str(facts.config.run.seed)],
-        ],
-    )
+    train, target = facts.config.train, facts.config.target
+    rows = [
+        ["checkpoint", facts.checkpoint],
+        ["loss", _loss(facts.config)],
+        ["steps", f"{train.steps} of {train.global_batch_samples} documents"],
+        ["blocks a document", f"up to {train.num_anchors}"],
+        ["learning rate", f"{train.learning_rate:g}, {train.schedule}"],
+        ["precision", f"{train.dtype} with float32 master weights"],
+        ["started from", train.init_from or "random weights"],
+        ["seed", str(facts.config.run.seed)],
+        ["chat template arguments", str(target.chat_template_kwargs or "none")],
+    ]
+    return table(["", ""], rows)
 
 
 def _loss(config: Config) -> str:
@@ -144,18 +162,61 @@ def _loss(config: Config) -> str:
 
 
 def _data(facts: CardFacts) -> str:
-    responses = facts.config.data.responses
-    if responses.generate:
-        how = f"generated by the target at temperature {responses.temperature:g}"
-    else:
-        how = "as the sources have them"
+    sources = facts.config.data.sources
+    trained = [source for source in sources if source.split != "test"]
+    held_out = [source for source in sources if source.split == "test"]
+    parts = [
+        f"{_responses(facts.config)} Rows that were extracted, before training's own length limit:",
+        _source_table(facts, trained, "train"),
+    ]
+    if held_out:
+        parts += [
+            "Held out for evaluation; training prompts that share an n-gram with them were dropped:",
+            _source_table(facts, held_out, "test"),
+        ]
+    return "\n\n".join(parts)
+
+
+def _responses(config: Config) -> str:
+    responses = config.data.responses
+    if not responses.generate:
+        return "Responses are the sources' own, not the target's."
+    return f"Every response was generated by the target at temperature {responses.temperature:g}."
+
+
+def _source_table(facts: CardFacts, sources: Sequence[SourceSection], split: str) -> str:
     rows = []
-    for source in facts.config.data.sources:
-        mine = [e for e in facts.entries if e.source == source.name and e.split == "train"]
-        tokens = sum(e.num_response_tokens for e in mine)
-        rows.append([source.name, source.license, str(len(mine)), str(tokens)])
-    table = _table(["source", "license", "training samples", "response tokens"], rows)
-    return f"Responses are {how}. Extracted rows, before training's own length limit:\n\n{table}"
+    for source in sources:
+        mine = [e for e in facts.entries if e.source == source.name and e.split == split]
+        tokens = sum(entry.num_response_tokens for entry in mine)
+        rows.append([source.name, _license(source), str(len(mine)), f"{tokens:,}"])
+    return table(["source", "license", "samples", "response tokens"], rows)
+
+
+def _license(source: SourceSection) -> str:
+    """As the recipe states it, or, for what the package index carries, as data/recipes.py checked it."""
+    if source.kind == "packages" and source.license == "unverified":
+        return recipe_named(source.path).license
+    return source.license
+
+
+def _limits(facts: CardFacts) -> list[str]:
+    responses = facts.config.data.responses
+    lines = [
+        "A drafter changes the speed of its target, never its output, as long as the server verifies losslessly; what the target "
+        "may and may not do is on the target's own card.",
+        f"It fits {facts.target} alone: another fine-tune or quantisation of it has other hidden states and accepts less.",
+        "Acceptance falls away from the training data above: other languages, much longer contexts, another chat template or "
+        "thinking mode.",
+    ]
+    if responses.generate and responses.temperature == 0:
+        lines.append(
+            "Labels are greedy: at higher sampling temperatures fewer tokens are accepted."
+        )
+    lines.append(
+        "A tree accepts more tokens a pass and costs a larger pass; whether it is faster depends on the GPU and the batch: measure."
+    )
+    return lines
 
 
 def _verification(verification: Verification) -> str:
@@ -163,10 +224,17 @@ def _verification(verification: Verification) -> str:
         f"Reloaded in a new process and compared on {verification.num_blocks} blocks of {verification.num_rows} recorded "
         f"samples, in float32: logits differ from the training code's by {verification.reload_difference:.1e} of the "
         f"largest logit. Rounding the weights to bfloat16 moved logits by up to {verification.rounding_difference:.1e} of "
-        f"the largest and left {verification.rounding_same_argmax:.1%} of the drafted tokens as they were."
+        f"the largest and left {verification.rounding_same_argmax:.1%} of the drafted tokens as they were. Embedding and head "
+        "were found equal, bit for bit, to the target's files."
     )
 
 
-def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    lines = [head, ["---"] * len(head), *rows]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+def _sources(facts: CardFacts) -> str:
+    return (
+        f"Weights: {facts.config.export.license}. The target keeps its own licence, the data sources theirs (above). "
+        f"DFlash: [arXiv:{DFLASH}](https://arxiv.org/abs/{DFLASH}); DDTree: [arXiv:{DDTREE}](https://arxiv.org/abs/{DDTREE}).\n\n"
+        "```bibtex\n"
+        "@article{chen2026dflash, title={{DFlash: Block Diffusion for Flash Speculative Decoding}}, "
+        f"author={{Chen, Jian and Liang, Yesheng and Liu, Zhijian}}, journal={{arXiv preprint arXiv:{DFLASH}}}, year={{2026}}}}\n"
+        "```"
+    )
