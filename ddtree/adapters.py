@@ -11,12 +11,12 @@ R rows (sequences), T nodes a row, M entries that move, n prompt tokens of one f
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedConfig
-from transformers.cache_utils import CacheLayerMixin
+from transformers.cache_utils import CacheLayerMixin, LinearAttentionLayer
 
 from ddtree.nodes import NodeBatch, PathBatch
 
@@ -32,6 +32,34 @@ class Rows:
     @property
     def longest(self) -> int:
         return max(self.lengths)
+
+
+class LayerAdapter(Protocol):
+    """What the verifier asks of a layer."""
+
+    def visible(self, nodes: NodeBatch) -> Tensor | None:
+        """The mask of a verify pass, (R, T, keys) bool; None where the layer needs none."""
+        ...
+
+    def visible_in_prompt(self, start: int, count: int, device: torch.device) -> Tensor | None:
+        """The mask of prompt tokens start .. start + n - 1, (n, keys) bool."""
+        ...
+
+    def row_view(self, row: int) -> CacheLayerMixin | LinearAttentionLayer:
+        """An empty cache layer for a new prompt in `row`."""
+        ...
+
+    def end_prompt(self, row: int, view: CacheLayerMixin | LinearAttentionLayer) -> None:
+        """Take over what the view holds after the prompt."""
+        ...
+
+    def commit(self, paths: PathBatch) -> None:
+        """Make a path a row of the last verify pass part of what is committed."""
+        ...
+
+    def committed(self, row: int) -> list[Tensor]:
+        """Views of all that the layer remembers of a row."""
+        ...
 
 
 class FullAttention(CacheLayerMixin):
@@ -59,8 +87,8 @@ class FullAttention(CacheLayerMixin):
         """A cache layer of one row that appends for good: for prompts."""
         return _RowView(self, row)
 
-    def end_prompt(self, row: int, view: CacheLayerMixin) -> None:
-        """Take what the view holds; keys and values are already in place."""
+    def end_prompt(self, row: int, view: CacheLayerMixin | LinearAttentionLayer) -> None:
+        """Keys and values are already in place."""
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any

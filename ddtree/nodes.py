@@ -21,6 +21,9 @@ from ddtree.tree import DraftTree
 _ANCESTRY_STEP = 8
 """Ancestry is padded to a multiple of this, so that shapes repeat from round to round."""
 
+NODE_COUNTS = (1, 16, 24, 32, 48, 72, 96, 136, 192, 264, 392, 520, 776, 1032)
+"""Padded sizes on a GPU: multiples of 8 that hold the usual budgets and a root, at most half of them padding."""
+
 
 @dataclass(frozen=True, eq=False)
 class NodeBatch:
@@ -31,6 +34,7 @@ class NodeBatch:
     paddings: tuple[int, ...]
     """Nodes of each row that stand for nothing, all at its end; T for an idle row."""
     committed: Tensor  # (R,) int64, `lengths` on the device
+    rope_deltas: Tensor  # (R,) int64: what M-RoPE adds to positions after images; 0 for text
     tokens: Tensor  # (R, T) int64
     depths: Tensor  # (R, T) int64
     ancestry: Tensor  # (R, T, A) int64: the node, its parent, ... its root; T beyond the root
@@ -43,6 +47,7 @@ class NodeBatch:
         cls,
         trees: Sequence[DraftTree | None],
         lengths: Sequence[int],
+        rope_deltas: Sequence[int],
         num_nodes: int,
         device: torch.device,
     ) -> NodeBatch:
@@ -59,14 +64,16 @@ class NodeBatch:
                 parents[row, :size] = tree.parents.numpy()
                 depths[row, :size] = tree.depths.numpy()
         ancestry = _ancestry(parents, int(depths.max()))
-        sent = _send([np.array(lengths), tokens, depths, ancestry], device)
+        rows = np.array([lengths, rope_deltas])
+        sent = _send([rows[0], rows[1], tokens, depths, ancestry], device)
         return cls(
             lengths=tuple(lengths),
             paddings=tuple(num_nodes - (0 if tree is None else len(tree)) for tree in trees),
             committed=sent[0],
-            tokens=sent[1],
-            depths=sent[2],
-            ancestry=sent[3],
+            rope_deltas=sent[1],
+            tokens=sent[2],
+            depths=sent[3],
+            ancestry=sent[4],
             host_parents=parents,
             host_depths=depths,
         )
@@ -77,8 +84,13 @@ class NodeBatch:
 
     @functools.cached_property
     def positions(self) -> Tensor:
-        """(R, T) int64."""
+        """(R, T) int64, in tokens."""
         return self.committed[:, None] + self.depths
+
+    @property
+    def rope_positions(self) -> Tensor:
+        """(R, T) int64, as rotary embeddings count."""
+        return self.positions + self.rope_deltas[:, None]
 
     @functools.cached_property
     def ancestors(self) -> Tensor:
@@ -86,6 +98,22 @@ class NodeBatch:
         rows, nodes = self.tokens.shape
         mask = torch.zeros(rows, nodes, nodes + 1, dtype=torch.bool, device=self.tokens.device)
         return mask.scatter_(2, self.ancestry, True)[:, :, :nodes]
+
+    @functools.cached_property
+    def ancestor_weights(self) -> Tensor:
+        """(R, T, T) float64: x @ this sums x (R, heads, T) over each node and its ancestors."""
+        return self.ancestors.mT.double()
+
+    @functools.cached_property
+    def levels(self) -> list[list[tuple[Tensor, Tensor]]]:
+        """For each row and depth from 0: the nodes (n,) of that depth and their strict ancestors (n, depth)."""
+        deepest = self.host_depths.max(axis=1)
+        found = []
+        for row, depths in enumerate(self.host_depths):
+            nodes = [torch.from_numpy(np.flatnonzero(depths == d)) for d in range(deepest[row] + 1)]
+            nodes = [level.to(self.tokens.device) for level in nodes]
+            found.append([(n, self.ancestry[row, n, 1 : d + 1]) for d, n in enumerate(nodes)])
+        return found
 
     def convolution_columns(self, width: int) -> Tensor:
         """(R, T, width) int64 into [width - 1 cached columns ; nodes], oldest first: the inputs of each node's convolution.
@@ -106,6 +134,7 @@ class NodeBatch:
             self._elsewhere[device] = dataclasses.replace(
                 self,
                 committed=self.committed.to(device),
+                rope_deltas=self.rope_deltas.to(device),
                 tokens=self.tokens.to(device),
                 depths=self.depths.to(device),
                 ancestry=self.ancestry.to(device),

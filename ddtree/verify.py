@@ -13,16 +13,18 @@ R rows (sequences), S prompt tokens, T tree nodes with root, D taps, H hidden, V
 
 from __future__ import annotations
 
+import contextlib
 import inspect
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 from transformers import Cache
 
-from ddtree.adapters import LAYER_ADAPTERS, Rows
-from ddtree.nodes import NodeBatch, PathBatch
+from ddtree.adapters import LayerAdapter, Rows
+from ddtree.layers import make_layers, verify_cache
+from ddtree.nodes import NODE_COUNTS, NodeBatch, PathBatch
 from ddtree.self_check import check_against_plain_forward
 from ddtree.tree import DraftTree
 from target.load import Target
@@ -47,17 +49,22 @@ class TreeVerifier:
         *,
         num_sequences: int = 1,
         prefill_tokens: int = 1024,
+        node_counts: Sequence[int] | None = None,
     ):
-        """`prefill_tokens`: prompt tokens a forward. Raises ValueError for a target that cannot be verified by a tree."""
+        """`prefill_tokens`: prompt tokens a forward. `node_counts`: sizes that trees are padded to, so that shapes repeat;
+        None pads on a GPU only. Raises ValueError for a target that cannot be verified by a tree.
+        """
         assert num_sequences > 0
-        _require_adapters(target)
         _require_mask(target)
         self._target, self._layer_ids = target, tuple(layer_ids)
         self._prefill_tokens = prefill_tokens
+        on_gpu = target.device.type == "cuda"
+        self._node_counts = tuple(node_counts or (NODE_COUNTS if on_gpu else ()))
         self._rows = Rows([0] * num_sequences)
-        config = target.model.config.get_text_config()
-        self._layers = [LAYER_ADAPTERS[kind](config, self._rows) for kind in target.layer_types]
-        self._cache = Cache(layers=list(self._layers))
+        self._rope_deltas = [0] * num_sequences  # position of a row's next token, less its length
+        self._layers, self._delta_nets = make_layers(target, self._rows)
+        self._num_columns = max((group.num_columns for group in self._delta_nets), default=0)
+        self._cache = verify_cache(self._layers)
         self._cache_argument = _cache_argument(target.text_model)
         self._parents: list[list[int]] = [[] for _ in self.lengths]  # of the nodes verified last
         check_against_plain_forward(self, target)
@@ -78,17 +85,17 @@ class TreeVerifier:
             raise ValueError(
                 f"input_ids has shape {tuple(input_ids.shape)}; give one prompt of at least one token"
             )
-        self._rows.lengths[row], self._parents[row] = 0, []
-        views = [layer.row_view(row) for layer in self._layers]
-        cache, chunks = Cache(layers=list(views)), []
-        for tokens in input_ids.to(self._target.device).split(self._prefill_tokens):
-            chunks.append(self._append(tokens, row, cache))
-        for layer, view in zip(self._layers, views, strict=True):
-            layer.end_prompt(row, view)
-        last_hidden = chunks[-1][0][-1]
-        return VerifyOutput(
-            self._head(last_hidden), torch.cat([features for _, features in chunks])
-        )
+        return self._prefill(row, "input_ids", input_ids, torch.arange(len(input_ids)))
+
+    @torch.inference_mode()
+    def prefill_embedded(self, embeddings: Tensor, positions: Tensor, row: int = 0) -> VerifyOutput:
+        """The same for a prompt with images: embeddings (S, H) and M-RoPE positions (3, S), as the target's own code makes
+        them. Text goes on after the largest position, whatever the number of tokens.
+        """
+        assert embeddings.ndim == 2
+        assert positions.shape == (3, len(embeddings))
+        delta = int(positions.max()) + 1 - len(embeddings)
+        return self._prefill(row, "inputs_embeds", embeddings, positions, delta)
 
     @torch.inference_mode()
     def verify(self, trees: Sequence[DraftTree | None]) -> VerifyOutput:
@@ -97,13 +104,16 @@ class TreeVerifier:
         One tree a row, None for a row to leave alone, whose results mean nothing.
         """
         assert len(trees) == len(self.lengths), "give one tree a row, None for an idle one"
-        num_nodes = max((len(tree) for tree in trees if tree is not None), default=1)
-        nodes = NodeBatch.of(trees, self.lengths, num_nodes, self._target.device)
-        masks = {
-            kind: layer.visible(nodes)[:, None]
-            for kind, layer in zip(self._target.layer_types, self._layers, strict=True)
-        }
-        hidden, features = self._forward(nodes.tokens, nodes.positions, masks, self._cache)
+        largest = max((len(tree) for tree in trees if tree is not None), default=1)
+        num_nodes = min((n for n in self._node_counts if n >= largest), default=largest)
+        nodes = NodeBatch.of(trees, self.lengths, self._rope_deltas, num_nodes, self._target.device)
+        masks = self._masks(lambda layer: layer.visible(nodes))
+        with contextlib.ExitStack() as stack:
+            for group in self._delta_nets:
+                stack.enter_context(group.under_tree(nodes))
+            hidden, features = self._forward(
+                {"input_ids": nodes.tokens}, nodes.rope_positions, masks, self._cache
+            )
         self._parents = [[] if tree is None else tree.parents.tolist() for tree in trees]
         return VerifyOutput(self._head(hidden), features)
 
@@ -115,33 +125,60 @@ class TreeVerifier:
             assert [parents[node] for node in path] == [-1, *path[:-1]][: len(path)], (
                 "not a path from the root of the tree verified last"
             )
-        batch = PathBatch.of(paths, self.lengths, 0, self._target.device)
+        batch = PathBatch.of(paths, self.lengths, self._num_columns, self._target.device)
         for layer in self._layers:
             layer.commit(batch)
-        for row, count in enumerate(batch.counts):
-            self._rows.lengths[row] += count
+        for group in self._delta_nets:
+            group.commit(batch)
+        for row, path in enumerate(paths):
+            self._rows.lengths[row] += len(path)
         self._parents = [[] for _ in paths]
 
-    def _append(self, tokens: Tensor, row: int, cache: Cache) -> tuple[Tensor, Tensor]:
-        """Last hidden states (n, H) and features (n, D, H) of prompt tokens (n,), which are committed."""
-        start, count, device = self._rows.lengths[row], len(tokens), self._target.device
-        masks = {
-            kind: layer.visible_in_prompt(start, count, device)[None, None]
-            for kind, layer in zip(self._target.layer_types, self._layers, strict=True)
-        }
-        positions = torch.arange(start, start + count, device=device)
-        hidden, features = self._forward(tokens[None], positions[None], masks, cache)
-        self._rows.lengths[row] += count
-        return hidden[0], features[0]
+    def _prefill(
+        self, row: int, name: str, inputs: Tensor, positions: Tensor, rope_delta: int = 0
+    ) -> VerifyOutput:
+        """inputs (S, ...) under the model's argument `name`, positions (S,) or (3, S)."""
+        device = self._target.device
+        inputs, positions = inputs.to(device), positions.to(device)
+        self._rows.lengths[row], self._rope_deltas[row], self._parents[row] = 0, rope_delta, []
+        views = [layer.row_view(row) for layer in self._layers]
+        cache, hidden, features = Cache(layers=list(views)), inputs, []
+        for start in range(0, len(inputs), self._prefill_tokens):
+            part = slice(start, start + self._prefill_tokens)
+            count = len(inputs[part])
+            masks = self._masks(
+                lambda layer, s=start, n=count: layer.visible_in_prompt(s, n, device)
+            )
+            hidden, tapped = self._forward(
+                {name: inputs[None, part]}, positions[..., None, part], masks, cache
+            )
+            features.append(tapped[0])
+        for layer, view in zip(self._layers, views, strict=True):
+            layer.end_prompt(row, view)
+        self._rows.lengths[row] = len(inputs)
+        return VerifyOutput(self._head(hidden[0, -1]), torch.cat(features))
+
+    def _masks(self, of_layer: Callable[[LayerAdapter], Tensor | None]) -> dict[str, Tensor | None]:
+        """One a layer type, (R, 1, T, keys), where a batch of one may lack its dimension."""
+        one_of_each = dict(zip(self._target.layer_types, self._layers, strict=True))
+        masks = {}
+        for kind, layer in one_of_each.items():
+            mask = of_layer(layer)
+            masks[kind] = None if mask is None else mask.view(-1, 1, *mask.shape[-2:])
+        return masks
 
     def _forward(
-        self, tokens: Tensor, positions: Tensor, masks: dict[str, Tensor], cache: Cache
+        self,
+        inputs: dict[str, Tensor],
+        positions: Tensor,
+        masks: dict[str, Tensor | None],
+        cache: Cache,
     ) -> tuple[Tensor, Tensor]:
         """Last hidden states (R, T, H) after the final norm, and features (R, T, D, H)."""
         tapped: dict[int, Tensor] = {}
         with tap_outputs(self._target, self._layer_ids, tapped.__setitem__):
             output = self._target.text_model(
-                input_ids=tokens,
+                **inputs,
                 position_ids=positions,
                 attention_mask=self._as_argument(masks),
                 use_cache=True,
@@ -150,7 +187,9 @@ class TreeVerifier:
         features = torch.stack([tapped[i] for i in self._layer_ids], dim=2)
         return output.last_hidden_state, features
 
-    def _as_argument(self, masks: dict[str, Tensor]) -> Tensor | dict[str, Tensor]:
+    def _as_argument(
+        self, masks: dict[str, Tensor | None]
+    ) -> Tensor | dict[str, Tensor | None] | None:
         """Models with one type of layer take the tensor, models with several a dict; eager attention adds its mask."""
         if self._target.model.config._attn_implementation == "eager":
             masks = {kind: _additive(mask, self._target.dtype) for kind, mask in masks.items()}
@@ -162,18 +201,11 @@ class TreeVerifier:
         return head(hidden).to(self._target.device)
 
 
-def _additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
+def _additive(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    if mask is None:
+        return None
     lowest = torch.finfo(dtype).min
     return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, lowest)
-
-
-def _require_adapters(target: Target) -> None:
-    for kind in target.layer_types:
-        if kind not in LAYER_ADAPTERS:
-            raise ValueError(
-                f"target {target.model.config.model_type} has layers of type {kind!r}, which trees cannot be verified on; "
-                f"known types: {', '.join(LAYER_ADAPTERS)}"
-            )
 
 
 def _require_mask(target: Target) -> None:
