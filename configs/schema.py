@@ -241,7 +241,7 @@ class ServerSection(Section):
     """OpenAI-compatible servers of the target (vLLM, SGLang) that make the labels. None of this but `retokenise` decides the
     corpus: a run may continue on other servers."""
 
-    urls: tuple[str, ...] = Field(min_length=1)
+    urls: tuple[Annotated[str, Field(pattern=r"^https?://[^/]")], ...] = Field(min_length=1)
     """Base URLs, e.g. `http://gpu1:8000/v1`; work is balanced over them."""
     model: str | None = None
     """Name the target is served under; null: the server's only model."""

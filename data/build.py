@@ -26,6 +26,7 @@ from data.labels import UNITS_PER_CHUNK, CorpusLabels, Labels, TargetLabels
 from data.packages import PACKAGES_FOLDER
 from data.plan import Plan, plan_path, read_plan, write_plan
 from data.prompts import SourceCounts, select_prompts, write_prompts
+from data.served import ServedLabels, answer_rules
 from data.settings import data_recipe
 from data.sources import source_identity
 from data.template import ChatTemplate
@@ -162,9 +163,12 @@ def _assemble(folder: Path, plan: Plan, data: DataSection, labels: Labels) -> No
 
 
 def _labels(config: Config, plan: Plan) -> Labels:
-    template = ChatTemplate(load_tokenizer(config.target), config.target.chat_template_kwargs)
+    tokenizer = load_tokenizer(config.target)
+    template = ChatTemplate(tokenizer, config.target.chat_template_kwargs)
     if not config.data.responses.generate:
         return CorpusLabels(config, plan, template)
+    if config.data.responses.server is not None:
+        return ServedLabels(config, plan, template, answer_rules(config, tokenizer))
     return TargetLabels(config, plan, template)
 
 

@@ -63,6 +63,11 @@ class Plan:
     def num_chunks(self) -> int:
         return pq.read_metadata(self._prompts_file).num_row_groups
 
+    def thinking_modes(self) -> list[bool | None]:
+        """Every `Prompt.thinking` that occurs."""
+        column = pq.read_table(self._prompts_file, columns=["thinking"])["thinking"]
+        return sorted(set(column.to_pylist()), key=str)
+
     @property
     def _prompts_file(self) -> Path:
         return self.folder / "prompts.parquet"

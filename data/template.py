@@ -39,7 +39,7 @@ class ChatTemplate:
 
         thinking overrides `enable_thinking`; None leaves it to target.chat_template_kwargs.
         """
-        return self._encode(self._render(messages, where, tools, thinking, is_prompt=True))
+        return self.encode(self._render(messages, where, tools, thinking, is_prompt=True))
 
     def response_ids(
         self,
@@ -62,7 +62,7 @@ class ChatTemplate:
                 f"the prompt; it differs after {_common_start(prompt, whole)[-40:]!r}. Set target.chat_template_kwargs "
                 "(e.g. enable_thinking), or data.responses.generate=true"
             )
-        ids = self._encode(whole[len(prompt) :])
+        ids = self.encode(whole[len(prompt) :])
         eos = self._tokenizer.eos_token_id
         if eos not in ids:
             raise ValueError(
@@ -85,6 +85,23 @@ class ChatTemplate:
         text = self._tokenizer.decode(list(ids), skip_special_tokens=True)
         assert isinstance(text, str)
         return text
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of a text that holds its special tokens, as a rendered conversation does."""
+        return self._tokenizer(text, add_special_tokens=False)["input_ids"]
+
+    def last_tokens(self, num_tokens: int) -> str:
+        """Text of the vocabulary's last entries, where two versions of a tokenizer differ first."""
+        size = len(self._tokenizer)
+        text = self._tokenizer.decode(list(range(size - num_tokens, size)))
+        assert isinstance(text, str)
+        return text
+
+    @property
+    def bos_ids(self) -> list[int]:
+        """What tokenising a bare text puts before it."""
+        bos = self._tokenizer.bos_token_id
+        return [bos] if isinstance(bos, int) else []
 
     def _is_thinking(self, prompt_ids: Sequence[int]) -> bool:
         """Whether the prompt ends inside a thinking block that the template opened."""
@@ -116,10 +133,6 @@ class ChatTemplate:
             ) from error
         assert isinstance(text, str)
         return text
-
-    def _encode(self, text: str) -> list[int]:
-        # the template has already written the special tokens
-        return self._tokenizer(text, add_special_tokens=False)["input_ids"]
 
 
 def _with_mappings(message: Message, where: str) -> Message:
