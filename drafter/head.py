@@ -17,6 +17,10 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+CPU_CHUNK_BYTES = 2**27
+"""Logits alive at once on a CPU: more rows do not make its matmuls faster (bench/head.py)."""
+MIN_CHUNK_ROWS = 32
+
 
 @dataclass(frozen=True)
 class SparseLogProbs:
@@ -36,10 +40,13 @@ def sparse_log_probs(
     """log softmax(hidden @ head.T / temperature) at `token_ids`, and the `top_k` best tokens of each row.
 
     hidden: (R, H); head: (V, H), frozen; token_ids: (R, M) int64 in 0..V-1; temperature: one for all rows, or (R,)
-    on their device, no gradient. Memory beyond the result is chunk_rows * V. Log-probs are float32 (float64 for float64 inputs); the softmax is never taken in bf16.
+    on their device, no gradient. Log-probs are float32 (float64 for float64 inputs); the softmax is never taken in bf16.
+    Memory beyond the result is chunk_rows * V values; on the CPU chunks are cut smaller where that exceeds 128 MiB.
     """
     assert not head.requires_grad, "the head is the target's and frozen"
     assert token_ids.shape[0] == hidden.shape[0], (token_ids.shape, hidden.shape)
+    if not hidden.is_cuda:
+        chunk_rows = min(chunk_rows, max(MIN_CHUNK_ROWS, CPU_CHUNK_BYTES // (4 * len(head))))
     needs_grad = hidden.requires_grad and torch.is_grad_enabled()
     log_probs, top_log_probs, top_ids = _SparseLogProbs.apply(
         hidden, head, token_ids, top_k, chunk_rows, temperature, needs_grad
@@ -69,19 +76,11 @@ class _SparseLogProbs(torch.autograd.Function):
         mean_rows = hidden.new_empty((rows if needs_grad else 0, size), dtype=dtype)  # h, E_q[W]
         for start in range(0, rows, chunk_rows):
             chunk = slice(start, start + chunk_rows)
-            logits = _matmul(hidden[chunk].to(head.dtype), head.T, dtype)  # (chunk, V)
-            if isinstance(temperature, Tensor):
-                logits = logits.div_(temperature[chunk, None])
-            elif temperature != 1.0:
-                logits = logits.div_(temperature)
-            normaliser = logits.logsumexp(-1, keepdim=True)
-            log_probs[chunk] = logits.gather(1, token_ids[chunk]) - normaliser
-            if top_k:
-                values, top_ids[chunk] = ordered_top_k(logits, top_k)
-                top_log_probs[chunk] = values - normaliser
+            of_rows = temperature[chunk, None] if isinstance(temperature, Tensor) else temperature
+            found = _scan(hidden[chunk], head, token_ids[chunk], top_k, of_rows, needs_grad, dtype)
+            log_probs[chunk], top_log_probs[chunk], top_ids[chunk] = found[:3]
             if needs_grad:
-                probs = logits.sub_(normaliser).exp_()
-                mean_rows[chunk] = _matmul(probs.to(head.dtype), head, dtype)
+                mean_rows[chunk] = found[3]
         ctx.save_for_backward(head, token_ids, mean_rows)
         ctx.temperature, ctx.chunk_rows, ctx.hidden_dtype = temperature, chunk_rows, hidden.dtype
         ctx.mark_non_differentiable(top_log_probs, top_ids)
@@ -104,6 +103,33 @@ class _SparseLogProbs(torch.autograd.Function):
         per_row = temperature[:, None] if isinstance(temperature, Tensor) else temperature
         gradient = (gradient / per_row).to(ctx.hidden_dtype)
         return gradient, None, None, None, None, None, None
+
+
+def _scan(
+    hidden: Tensor,
+    head: Tensor,
+    token_ids: Tensor,
+    top_k: int,
+    temperature: float | Tensor,
+    needs_mean: bool,
+    dtype: torch.dtype,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """One chunk: log-probs of `token_ids` (R, M), the top k's and their ids (R, k), and E_q[W] (R, H) if it is needed.
+
+    A function of its own, so that one chunk's logits are gone before the next one's are made.
+    """
+    logits = _matmul(hidden.to(head.dtype), head.T, dtype)  # (R, V)
+    if isinstance(temperature, Tensor) or temperature != 1.0:
+        logits = logits.div_(temperature)
+    asked = logits.gather(1, token_ids)
+    values, top_ids = ordered_top_k(logits, top_k) if top_k else (asked[:, :0], token_ids[:, :0])
+    peak = logits.amax(-1, keepdim=True)
+    # in place: of the logits and their exponentials only one ever exists, and exp is taken once
+    weights = logits.sub_(peak).exp_()
+    total = weights.sum(-1, keepdim=True)
+    normaliser = peak + total.log()
+    mean = _matmul(weights.to(head.dtype), head, dtype).div_(total) if needs_mean else asked
+    return asked - normaliser, values - normaliser, top_ids, mean
 
 
 def ordered_top_k(values: Tensor, k: int) -> tuple[Tensor, Tensor]:

@@ -118,12 +118,12 @@ def test_forward_is_its_definition_in_loops(name):
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_the_three_paths_agree(name):
+def test_all_paths_agree(name):
     drafter = tiny_drafter(CONFIGS[name]).requires_grad_(False)  # flex has no backward on CPU
     layout = packed_layout()
     inputs = random_inputs(TINY, layout)
     dense = drafter(*inputs, layout, "dense")
-    for attention in ("structured", "flex", "auto"):
+    for attention in ("structured", "chunked", "flex", "auto"):
         assert_near(drafter(*inputs, layout, attention), dense)
 
 
@@ -138,13 +138,63 @@ def test_gradients_agree_with_the_reference_and_with_checkpointing():
         return list(torch.autograd.grad(loss, list(drafter.parameters())))
 
     plain = gradients("structured")
-    for got, wanted in zip(gradients("dense"), plain, strict=True):
-        assert_near(got, wanted, 1e-4)
+    for attention in ("dense", "chunked"):
+        for got, wanted in zip(gradients(attention), plain, strict=True):
+            assert_near(got, wanted, 1e-4)
     drafter.activation_checkpointing = True
     assert all(torch.equal(a, b) for a, b in zip(gradients("structured"), plain, strict=True))
 
 
-@pytest.mark.parametrize("attention", ["structured", "dense", "flex"])
+@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("chunk_scores", [1, 130, 10_000])
+def test_chunks_of_any_size_give_the_same_states_and_gradients(name, chunk_scores, monkeypatch):
+    """One block a chunk, two, or all: of packed documents, with padding, anchors in any order."""
+    monkeypatch.setattr("drafter.attention.CHUNK_SCORES", chunk_scores)
+    drafter = tiny_drafter(CONFIGS[name])
+    packed = packed_layout()
+    order = torch.tensor([2, 0, 3, 1])
+    shuffled = BlockLayout(
+        packed.context_positions,
+        packed.context_documents,
+        packed.anchor_positions[:, order],
+        packed.anchor_documents[:, order],
+    )
+    for layout in (packed, shuffled):
+        features, embeddings = random_inputs(TINY, layout)
+        features.requires_grad_()
+        embeddings.requires_grad_()
+        wanted = [features, embeddings, *drafter.parameters()]
+        results = {}
+        for attention in ("dense", "chunked"):
+            hidden = drafter(features, embeddings, layout, attention)
+            results[attention] = [hidden, *torch.autograd.grad(hidden.square().sum(), wanted)]
+        for got, reference in zip(results["chunked"], results["dense"], strict=True):
+            assert_near(got, reference, 1e-4)
+
+
+def test_long_contexts_are_chunked_and_memory_is_linear_in_anchors():
+    """What backward keeps: with twice the anchors twice of what blocks take, and nothing of anchors times context."""
+    drafter, length = tiny_drafter(ALL_FULL), 3000
+    kept = {}
+    for num_anchors in (100, 200, 300):
+        layout = BlockLayout(
+            torch.arange(length)[None],
+            torch.zeros(1, length).long(),
+            torch.linspace(1, length - 1, num_anchors).long()[None],
+            torch.zeros(1, num_anchors).long(),
+        )
+        inputs = random_inputs(TINY, layout)
+        seen: dict[int, int] = {}
+        with torch.autograd.graph.saved_tensors_hooks(
+            lambda t, seen=seen: (seen.update({t.data_ptr(): t.numel()}), t)[1], lambda t: t
+        ):
+            drafter(*inputs, layout)
+        kept[num_anchors] = sum(seen.values())
+        assert max(seen.values()) < num_anchors * 4 * length
+    assert abs((kept[300] - kept[200]) - (kept[200] - kept[100])) < 0.01 * kept[100]
+
+
+@pytest.mark.parametrize("attention", ["structured", "chunked", "dense", "flex"])
 def test_a_block_depends_on_itself_and_on_what_comes_before_its_anchor_only(attention):
     drafter = tiny_drafter(CONFIGS["wide window"]).requires_grad_(False)
     layout = packed_layout()
@@ -168,7 +218,7 @@ def test_a_block_depends_on_itself_and_on_what_comes_before_its_anchor_only(atte
         assert changed == [d == document and position < a for d, a in anchors], token
 
 
-@pytest.mark.parametrize("attention", ["structured", "dense"])
+@pytest.mark.parametrize("attention", ["structured", "chunked", "dense"])
 def test_padding_is_finite_and_without_gradient(attention):
     drafter = tiny_drafter()
     layout = packed_layout()
@@ -208,7 +258,7 @@ def test_bfloat16_paths_stay_near_float32():
     inputs = random_inputs(TINY, layout)
     exact = drafter(*inputs, layout)
     rounded = drafter.bfloat16()
-    for attention in ("structured", "dense"):
+    for attention in ("structured", "chunked", "dense"):
         got = rounded(*inputs, layout, attention)
         assert got.dtype == torch.bfloat16
         assert (got.float() - exact).norm() < 0.03 * exact.norm()
