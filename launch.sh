@@ -17,7 +17,9 @@ usage: ./launch.sh COMMAND [CONFIG] [section.key=value ...]
   train    CONFIG    feature shards -> drafter checkpoints (DeepSpeed)
   evaluate CONFIG    live and replayed acceptance lengths of chain and tree -> report.html
   export   CONFIG    checkpoint -> folder that vLLM and SGLang serve, verified
+  convert  IN [OUT]  a drafter folder in another format (--to zlab | speculators); without OUT: what IN is
   report   CONFIG    write the report again from what evaluate recorded
+  compare  A B       two evaluated runs or reports, prompt by prompt: paired differences with intervals
 
 Any section.key=value after CONFIG overrides it; `./launch.sh STAGE --help` says more.
 NPROC ranks on this machine (default: its GPUs, else 1); NNODES, NODE_RANK, MASTER_ADDR, MASTER_PORT as for torchrun;
@@ -127,6 +129,8 @@ main() {
     demo) setup; demo "$@" ;;
     test) setup; setup test; run_tests "$@" ;;
     report) setup; exec .venv/bin/python -m evaluation "$@" --report-only ;;
+    convert) setup; exec .venv/bin/python -m export.convert "$@" ;;
+    compare) setup; exec .venv/bin/python -m evaluation.compare "$@" ;;
     plan) setup; exec .venv/bin/python -m train.plan "$@" ;;
     data | extract | train | evaluate | export)
       setup

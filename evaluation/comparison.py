@@ -47,18 +47,20 @@ class Comparison:
 def compare_prompts(
     first: Sequence[PromptPasses], second: Sequence[PromptPasses]
 ) -> Comparison | None:
-    """None if no prompt has a pass. Swapping the two negates `difference` and its interval exactly.
+    """Over the prompts that have passes in both (a sampled response may end at once); None if there is none.
 
-    Raises ValueError if the prompts, or those that have passes, are not the same.
+    Swapping the two negates `difference` and its interval exactly. Raises ValueError if the prompts are not the same.
     """
-    means, others = prompt_means(first), prompt_means(second)
-    if means.keys() != others.keys():
+    odd = {prompt.prompt_id for prompt in first} ^ {prompt.prompt_id for prompt in second}
+    if odd:
         raise ValueError(
-            f"{len(means.keys() ^ others.keys())} prompts are in one of the two only; decode the same ones"
+            f"{len(odd)} prompts, {min(odd)} among them, are in one of the two only; decode the same ones"
         )
-    if not means:
+    means, others = prompt_means(first), prompt_means(second)
+    shared = sorted(means.keys() & others.keys())
+    if not shared:
         return None
-    pairs = np.array([[means[key], others[key]] for key in sorted(means)])  # (n, 2)
+    pairs = np.array([[means[key], others[key]] for key in shared])  # (n, 2)
     a, b = pairs.mean(axis=0)
     changes = pairs[:, 1] - pairs[:, 0]
     return Comparison(

@@ -1,37 +1,43 @@
-"""What the evaluate stage prints at its end."""
+"""What the evaluate stage prints at its end: a row an acceptor, budget and temperature, with intervals."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from evaluation.headline import select
 from evaluation.plots import acceptor_name
+from evaluation.speed import measured_rows
+
+HEAD = ["acceptor", "T", "replay [95 % interval]", "live [95 % interval]", "tokens/s", "over plain"]
 
 
-def summary_lines(report: dict[str, Any]) -> list[str]:
-    """A row for the chain and for each budget: replay, live, and speed against plain decoding in the same run."""
-    greedy = [row for row in select(report, "live") if row["temperature"] == 0]
-    live = {acceptor_name(row): row for row in greedy}
-    plain_speed = live["plain"]["tokens_per_s"] if "plain" in live else None
-    rows = [["acceptor", "replay [95 % interval]", "live", "tokens/s", "over plain"]]
-    if plain_speed is not None:
-        rows.append(["plain", "", "1.00", f"{plain_speed:.1f}", "1.00x"])
-    replayed = {acceptor_name(row): row for row in select(report, "replay")}
-    for name in dict.fromkeys([*replayed, *(name for name in live if name != "plain")]):
-        cells = [name, _interval(replayed.get(name)), "", "", ""]
-        if name in live and plain_speed is not None:
-            speed = live[name]["tokens_per_s"]
-            cells[2:] = [
-                f"{live[name]['acceptance_macro']:.2f}",
-                f"{speed:.1f}",
-                f"{speed / plain_speed:.2f}x",
-            ]
+def summary_lines(report: Mapping[str, Any]) -> list[str]:
+    """Replay, live, and speed against plain decoding in the same run; modelled speed where round costs are known."""
+    replayed = {_key(row): row for row in select(report, "replay")}
+    live = {_key(row): row for row in select(report, "live")}
+    measured = {_key(row): row["speedup"] for row in measured_rows(list(live.values()))}
+    modelled = {acceptor_name(row): row["speedup"] for row in report["modelled"]}
+    rows = [[*HEAD, *(["modelled"] if modelled else [])]]
+    for key in _ordered([*replayed, *live]):
+        name, temperature = key
+        speed = live[key]["tokens_per_s"] if key in live else None
+        cells = [
+            name,
+            "as recorded" if temperature is None else f"{temperature:g}",
+            _interval(replayed.get(key)),
+            _interval(live.get(key)),
+            "" if speed is None else f"{speed:.1f}",
+            f"{measured[key]:.2f}x" if key in measured else "",
+        ]
+        if modelled:
+            found = modelled.get(name) if key in replayed else None
+            cells.append("" if found is None else f"{found:.2f}x")
         rows.append(cells)
-    return [*_aligned(rows), *_checks(report)]
+    return [*aligned(rows), *_checks(report)]
 
 
-def lossless_lines(result: dict[str, Any]) -> list[str]:
+def lossless_lines(result: Mapping[str, Any]) -> list[str]:
     lines = [
         f"{result['num_equal']} of {result['num_prompts']} prompts equal to plain greedy decoding, token for token "
         f"({result['num_tokens']} tokens, {result['num_decodes']} speculative decodes)"
@@ -44,7 +50,27 @@ def lossless_lines(result: dict[str, Any]) -> list[str]:
     return lines
 
 
-def _checks(report: dict[str, Any]) -> list[str]:
+def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Columns as wide as their widest cell."""
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    return [
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in rows
+    ]
+
+
+def _ordered(keys: Sequence[tuple[str, float | None]]) -> list[tuple[str, float | None]]:
+    """Temperatures apart, plain decoding first, else in the order of the report."""
+    unique = list(dict.fromkeys(keys))
+    temperatures = list(dict.fromkeys(temperature for _, temperature in unique))
+    return sorted(unique, key=lambda key: (temperatures.index(key[1]), key[0] != "plain"))
+
+
+def _key(row: Mapping[str, Any]) -> tuple[str, float | None]:
+    return acceptor_name(row), row["temperature"]
+
+
+def _checks(report: Mapping[str, Any]) -> list[str]:
     lossless, parity = report["lossless"], report["parity"]
     if not lossless["num_prompts"]:
         return []
@@ -54,16 +80,10 @@ def _checks(report: dict[str, Any]) -> list[str]:
     ]
 
 
-def _interval(row: dict[str, Any] | None) -> str:
+def _interval(row: Mapping[str, Any] | None) -> str:
     if row is None:
         return ""
+    if row["ci95"] is None:
+        return f"{row['acceptance_macro']:.2f}"
     low, high = row["ci95"]
     return f"{row['acceptance_macro']:.2f} [{low:.2f}, {high:.2f}]"
-
-
-def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    return [
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-        for row in rows
-    ]
