@@ -26,9 +26,9 @@ from drafter.weights import (
     REMEDY,
     WEIGHTS_FILE,
     Weights,
+    checked_reader,
     expected_shapes,
     find_weights,
-    read_state,
     weights_sums,
     write_weights,
 )
@@ -99,14 +99,22 @@ def load_drafter(path: Path, device: torch.device | str, dtype: torch.dtype) -> 
     weights = find_weights(path, found.config)
     for note in notes_of(found, weights):
         logger.warning("%s: %s", path, note)
-    state = {
-        name: tensor.to(device, dtype)
-        for name, tensor in read_state(weights, found.config, found.values)
-    }
+    read = checked_reader(weights, found.config, found.values)
+    state = {name: read(name).to(device, dtype) for name in expected_shapes(found.config)}
     with torch.device("meta"):
         drafter = Drafter(found.config)
     drafter.load_state_dict(state, assign=True)
     return drafter.requires_grad_()
+
+
+def check_drafter(path: Path) -> list[str]:
+    """Check every tensor of a folder without keeping any; returns its notes. Raises as `load_drafter` does."""
+    found = find_drafter_folder(path)
+    weights = find_weights(path, found.config)
+    read = checked_reader(weights, found.config, found.values)
+    for name in expected_shapes(found.config):
+        read(name)
+    return notes_of(found, weights)
 
 
 def notes_of(found: FoundDrafter, weights: Weights) -> list[str]:

@@ -98,20 +98,24 @@ def find_weights(folder: Path, config: DrafterConfig) -> Weights:
     return Weights(folder, file_of)
 
 
-def read_state(
+def checked_reader(
     weights: Weights, config: DrafterConfig, values: Values
-) -> Iterator[tuple[str, Tensor]]:
-    """The drafter's parameters by name, as stored, each checked when it is reached. Raises ValueError naming the tensor."""
+) -> Callable[[str], Tensor]:
+    """Gives each of the drafter's parameters by name, as stored. Raises ValueError naming the tensor that is not as it should."""
     shapes = expected_shapes(config)
-    first = weights.read("fc.weight")
-    dtype = _stated_dtype(weights.file_of["fc.weight"], values, first.dtype)
-    for name, shape in shapes.items():
-        tensor = weights.read(name)
-        _require_tensor(weights.file_of[name], name, tensor, shape, dtype)
-        yield name, tensor
-    for name, shape in ((n, (config.vocab_size, config.hidden_size)) for n in (EMBEDDING, HEAD)):
+    file = weights.file_of["fc.weight"]
+    dtype = _stated_dtype(file, values, weights.read("fc.weight").dtype)
+    for name in (EMBEDDING, HEAD):
         if name in weights.file_of:
+            shape = (config.vocab_size, config.hidden_size)
             _require_shape(weights.file_of[name], name, weights.read(name), shape)
+
+    def read(name: str) -> Tensor:
+        tensor = weights.read(name)
+        _require_tensor(weights.file_of[name], name, tensor, shapes[name], dtype)
+        return tensor
+
+    return read
 
 
 def write_weights(

@@ -91,12 +91,15 @@ def _what(facts: CardFacts) -> str:
         ["tokenizer", "the target's, copied unchanged"],
     ]
     told = None if not _is_evaluated(facts) or facts.report is None else headline(facts.report)
+    trained = ""
+    if TREE_LOSSES & set(facts.config.train.losses):
+        trained = " Its loss counts what a draft tree accepts, not the chain alone."
     intro = (
         f"A DFlash drafter for {facts.target}: it drafts {drafter.block_size - 1} tokens in one pass, which the target verifies "
-        "as a chain, or as a draft tree (DDTree), in one pass of its own. It was trained to be a good tree. "
+        f"as a chain, or as a draft tree (DDTree), in one pass of its own.{trained} "
     )
     return (
-        f"# {facts.config.run.name}\n\n{intro}{told or ''}".rstrip()
+        f"# {facts.config.run.name}: a DFlash drafter for {facts.target}\n\n{intro}{told or ''}".rstrip()
         + "\n\n"
         + table(["", ""], rows)
     )
@@ -143,11 +146,18 @@ def _training(facts: CardFacts) -> str:
         ["blocks a document", f"up to {train.num_anchors}"],
         ["learning rate", f"{train.learning_rate:g}, {train.schedule}"],
         ["precision", f"{train.dtype} with float32 master weights"],
-        ["started from", train.init_from or "random weights"],
+        ["started from", _start(facts)],
         ["seed", str(facts.config.run.seed)],
         ["chat template arguments", str(target.chat_template_kwargs or "none")],
     ]
     return table(["", ""], rows)
+
+
+def _start(facts: CardFacts) -> str:
+    source = facts.config.train.init_from
+    if source == "target_layers":
+        return f"the target's last {facts.drafter.num_layers} layers"
+    return f"the drafter {source}" if source else "random weights"
 
 
 def _loss(config: Config) -> str:
@@ -232,9 +242,6 @@ def _verification(verification: Verification) -> str:
 def _sources(facts: CardFacts) -> str:
     return (
         f"Weights: {facts.config.export.license}. The target keeps its own licence, the data sources theirs (above). "
-        f"DFlash: [arXiv:{DFLASH}](https://arxiv.org/abs/{DFLASH}); DDTree: [arXiv:{DDTREE}](https://arxiv.org/abs/{DDTREE}).\n\n"
-        "```bibtex\n"
-        "@article{chen2026dflash, title={{DFlash: Block Diffusion for Flash Speculative Decoding}}, "
-        f"author={{Chen, Jian and Liang, Yesheng and Liu, Zhijian}}, journal={{arXiv preprint arXiv:{DFLASH}}}, year={{2026}}}}\n"
-        "```"
+        f"DFlash: Chen, Liang and Liu, [arXiv:{DFLASH}](https://arxiv.org/abs/{DFLASH}); DDTree: "
+        f"[arXiv:{DDTREE}](https://arxiv.org/abs/{DDTREE})."
     )

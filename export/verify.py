@@ -1,7 +1,8 @@
 """An exported folder reloaded in a process of its own: its logits on recorded rows against the training code's.
 
 The reloaded drafter runs as a server runs it, block by block over cached context (drafter/cache.py); the checkpoint,
-rounded to bf16 in memory, runs as in training, all blocks in one forward. Both in float32.
+rounded to bf16 in memory, runs as in training, all blocks in one forward. Both in float32. One drafter is alive at a time,
+of which hidden states are kept; logits are made from them a slice of the vocabulary at a time.
 
 n anchors, S tokens, K block size, V vocabulary, H hidden.
 """
@@ -24,13 +25,17 @@ from common.distributed import end_with_parent
 from data.feature_shards import FeatureRow
 from data.features import FeatureSet, open_features
 from drafter.cache import ContextCache, draft
-from drafter.folder import load_drafter
+from drafter.config import DrafterConfig
+from drafter.folder import load_drafter, read_drafter_config
 from drafter.model import BlockLayout, Drafter, block_embeddings
+from drafter.own_head import require_targets_own
+from export.target_files import require_same_head
 from target.head import TargetHead, load_target_head
 
 TOLERANCE = 1e-5
 """Largest difference of logits over the largest logit: two orders of float32 sums, not two models."""
 ANCHORS_PER_ROW = 8
+VOCABULARY_SLICE = 16_384
 
 
 @dataclass(frozen=True)
@@ -38,6 +43,8 @@ class VerifyJob:
     export: Path
     checkpoint: Path
     features: Path
+    target: Path
+    """The target's folder, whose embedding and head must be those that the features were made with."""
     num_rows: int
     cpu_threads: int
 
@@ -71,36 +78,38 @@ def verify_in_new_process(job: VerifyJob) -> Verification:
 
 @torch.no_grad()
 def verify_export(job: VerifyJob) -> Verification:
-    """Raises ValueError if the export does not reload or its logits are not the training code's."""
+    """Raises ValueError if the export does not reload, its logits are not the training code's, or its target is another."""
     torch.set_num_threads(job.cpu_threads)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    exported = load_drafter(job.export, device, torch.float32)
-    master = load_drafter(job.checkpoint, device, torch.float32)
-    rounded = load_drafter(job.checkpoint, device, torch.bfloat16).float()
-    features = open_features(job.features)
-    head = load_target_head(features.checked_head(), device, torch.float32)
-    check_head(head, exported)
-    sums = _Sums()
-    for row in _rows(features, job.num_rows):
-        block = _Row.of(row, head, exported)
-        wanted = block.logits_in_training(rounded)
-        sums.add(wanted, block.logits_in_serving(exported), block.logits_in_training(master))
-    if sums.num_rows == 0:
+    features, config = open_features(job.features), read_drafter_config(job.export)
+    head = load_target_head(features.checked_head(), device, None)
+    check_head(head, config)
+    require_same_head(head, job.target)
+    require_targets_own(job.export, head)
+    drafter = load_drafter(job.export, device, torch.float32)
+    rows = [_Row.of(row, head, config) for row in _rows(features, job.num_rows)]
+    if not rows:
         raise ValueError(
             f"no row of {job.features} has a response of two tokens, so nothing can be verified; run extract"
         )
-    result = sums.result()
+    served = [row.in_serving(drafter) for row in rows]
+    drafter = load_drafter(job.checkpoint, device, torch.float32)
+    master = [row.in_training(drafter) for row in rows]
+    for parameter in drafter.parameters():
+        parameter.copy_(parameter.bfloat16())
+    rounded = [row.in_training(drafter) for row in rows]
+    result = _compare(torch.cat(rounded), torch.cat(served), torch.cat(master), head.head)
     if not result.reload_difference <= TOLERANCE:  # also if it is NaN
         raise ValueError(
             f"the export of {job.checkpoint} does not compute what was trained: its logits differ by {result.reload_difference:.1e} "
             f"of the largest, allowed are {TOLERANCE:.0e}; nothing was exported, keep the checkpoint and report this"
         )
-    return result
+    num_blocks = sum(len(row.anchors) for row in rows)
+    return Verification(len(rows), num_blocks, *vars(result).values())
 
 
-def check_head(head: TargetHead, drafter: Drafter) -> None:
+def check_head(head: TargetHead, config: DrafterConfig) -> None:
     """Raises ValueError if embedding or head are not of the drafter's target, or all zero."""
-    config = drafter.config
     wanted = (config.vocab_size, config.hidden_size)
     for name, tensor in (("embedding", head.embedding), ("head", head.head)):
         if tuple(tensor.shape) != wanted:
@@ -131,69 +140,79 @@ class _Row:
     features: Tensor  # (S, D, H)
     anchors: Tensor  # (n,)
     embeddings: Tensor  # (n, K, H)
-    head: Tensor  # (V, H)
 
     @classmethod
-    def of(cls, row: FeatureRow, head: TargetHead, drafter: Drafter) -> _Row:
-        device, config = head.head.device, drafter.config
+    def of(cls, row: FeatureRow, head: TargetHead, config: DrafterConfig) -> _Row:
+        device = head.head.device
         anchors = find_anchors(row.loss_mask, ANCHORS_PER_ROW).to(device)
         tokens = row.input_ids.to(device)[anchors]
         embeddings = block_embeddings(
             head.embedding, tokens[None], config.mask_token_id, config.block_size
-        )
-        return cls(row.features.to(device, torch.float32), anchors, embeddings[0], head.head)
+        )[0]
+        last = int(anchors[-1])  # no feature behind the last anchor is looked at
+        return cls(row.features[:last].to(device, torch.float32), anchors, embeddings.float())
 
-    def logits_in_training(self, drafter: Drafter) -> Tensor:
-        """(n, K-1, V) from one forward over all blocks."""
+    def in_training(self, drafter: Drafter) -> Tensor:
+        """Hidden states (n, K-1, H) from one forward over all blocks."""
         positions = torch.arange(len(self.features), device=self.anchors.device)[None]
         anchors = self.anchors[None]
         layout = BlockLayout(
             positions, torch.zeros_like(positions), anchors, torch.zeros_like(anchors)
         )
-        hidden = drafter(self.features[None], self.embeddings[None], layout)[0]
-        return hidden[:, 1:] @ self.head.T
+        return drafter(self.features[None], self.embeddings[None], layout)[0, :, 1:]
 
-    def logits_in_serving(self, drafter: Drafter) -> Tensor:
-        """(n, K-1, V), a draft at a time while the context grows."""
+    def in_serving(self, drafter: Drafter) -> Tensor:
+        """The same, a draft at a time while the context grows."""
         cache = ContextCache(drafter, len(self.features))
-        logits = []
+        hidden = []
         for anchor, embeddings in zip(self.anchors.tolist(), self.embeddings, strict=True):
             cache.append([self.features[cache.lengths[0] : anchor]])
-            logits.append(draft(drafter, cache, embeddings[None])[0, 1:] @ self.head.T)
-        return torch.stack(logits)
+            hidden.append(draft(drafter, cache, embeddings[None])[0, 1:])
+        return torch.stack(hidden)
 
 
-@dataclass
-class _Sums:
-    num_rows: int = 0
-    num_blocks: int = 0
-    num_slots: int = 0
-    num_same_argmax: int = 0
-    largest: float = 0.0
-    reload: float = 0.0
-    rounding: float = 0.0
+@dataclass(frozen=True)
+class _Differences:
+    reload_difference: float
+    rounding_difference: float
+    rounding_same_argmax: float
 
-    def add(self, rounded: Tensor, served: Tensor, master: Tensor) -> None:
-        """Logits of one row, each (n, K-1, V)."""
-        self.num_rows += 1
-        self.num_blocks += len(rounded)
-        same = rounded.argmax(-1) == master.argmax(-1)
-        self.num_slots += same.numel()
-        self.num_same_argmax += int(same.sum())
-        # torch's max keeps a NaN, Python's may lose it
-        self.largest = _max(self.largest, rounded)
-        self.reload = _max(self.reload, served - rounded)
-        self.rounding = _max(self.rounding, master - rounded)
 
-    def result(self) -> Verification:
-        return Verification(
-            self.num_rows,
-            self.num_blocks,
-            self.reload / self.largest,
-            self.rounding / self.largest,
-            self.num_same_argmax / self.num_slots,
+def _compare(rounded: Tensor, served: Tensor, master: Tensor, head: Tensor) -> _Differences:
+    """Of hidden states (blocks, K-1, H), the logits that `head` (V, H) gives them."""
+    largest = reload = rounding = torch.zeros((), device=head.device)
+    best = {name: _Best.none(rounded) for name in ("rounded", "master")}
+    for start in range(0, len(head), VOCABULARY_SLICE):
+        part = head[start : start + VOCABULARY_SLICE].float().T  # (H, slice)
+        logits, exact = rounded @ part, master @ part
+        # torch's maximum keeps a NaN, Python's may lose it
+        largest = torch.maximum(largest, logits.abs().max())
+        reload = torch.maximum(reload, (served @ part - logits).abs().max())
+        rounding = torch.maximum(rounding, (exact - logits).abs().max())
+        best["rounded"] = best["rounded"].or_better(logits, start)
+        best["master"] = best["master"].or_better(exact, start)
+    same = (best["rounded"].token == best["master"].token).float().mean()
+    return _Differences(float(reload / largest), float(rounding / largest), float(same))
+
+
+@dataclass(frozen=True)
+class _Best:
+    """The likeliest token of every slot so far."""
+
+    logit: Tensor
+    token: Tensor
+
+    @classmethod
+    def none(cls, hidden: Tensor) -> _Best:
+        shape = hidden.shape[:-1]
+        return cls(
+            hidden.new_full(shape, -torch.inf),
+            torch.zeros(shape, dtype=torch.int64).to(hidden.device),
         )
 
-
-def _max(so_far: float, values: Tensor) -> float:
-    return float(torch.maximum(values.abs().max(), values.new_tensor(so_far)))
+    def or_better(self, logits: Tensor, start: int) -> _Best:
+        logit, token = logits.max(-1)
+        better = logit > self.logit
+        return _Best(
+            torch.where(better, logit, self.logit), torch.where(better, token + start, self.token)
+        )

@@ -37,8 +37,10 @@ def save_target_head(path: Path, target: Target) -> None:
         save_file({name: tensor.contiguous().cpu() for name, tensor in tensors.items()}, aside)
 
 
-def load_target_head(path: Path, device: torch.device | str, dtype: torch.dtype) -> TargetHead:
-    """Raises FileNotFoundError or ValueError naming the file and the remedy."""
+def load_target_head(
+    path: Path, device: torch.device | str, dtype: torch.dtype | None
+) -> TargetHead:
+    """In `dtype`; None keeps the stored one. Raises FileNotFoundError or ValueError naming the file and the remedy."""
     remedy = "delete it and run the extract stage again, which writes it"
     if not path.is_file():
         raise FileNotFoundError(f"{path} is missing; {remedy}")
@@ -48,6 +50,7 @@ def load_target_head(path: Path, device: torch.device | str, dtype: torch.dtype)
         raise ValueError(f"{path} is damaged or cut short ({error}); {remedy}") from error
     if _EMBEDDING not in tensors or not tensors.keys() <= {_EMBEDDING, _HEAD}:
         raise ValueError(f"{path} holds {sorted(tensors)}, expected {_EMBEDDING}; {remedy}")
-    embedding = tensors[_EMBEDDING].to(device, dtype)
-    head = tensors[_HEAD].to(device, dtype) if _HEAD in tensors else embedding
+    tensors = {name: tensor.to(device, dtype or tensor.dtype) for name, tensor in tensors.items()}
+    embedding = tensors[_EMBEDDING]
+    head = tensors.get(_HEAD, embedding)
     return TargetHead(embedding, head)

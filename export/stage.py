@@ -1,12 +1,13 @@
-"""The export stage: a checkpoint becomes the folder that z-lab's code, vLLM and SGLang load; verified, then put in place.
+"""The export stage: a checkpoint becomes the folder that other code loads; verified in a new process, then put in place.
 
-export/zlab/  config.json, model.safetensors (bf16), the target's tokenizer files, README.md (model card)
+export/zlab/          config.json, model.safetensors (bf16), the target's tokenizer files, README.md (model card)
+export/speculators/   the same in speculators' format
+export/FORMAT-self-contained/   with the target's embedding and head besides
 """
 
 from __future__ import annotations
 
 import logging
-import shutil
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -19,31 +20,23 @@ from configs.schema import Config
 from data.features import FeatureSet, open_features
 from drafter.config import drafter_config
 from drafter.folder import (
+    Format,
     drafter_fingerprint,
-    load_drafter,
+    find_drafter_folder,
     read_drafter_config,
     resolve_checkpoint,
-    write_drafter,
 )
+from drafter.weights import checked_reader, find_weights
 from export.card import CardFacts, model_card
+from export.folder import Output, copy_tokenizer, write_folder
 from export.serve import ServeCommands, serve_commands
+from export.target_files import verifier_of
 from export.verify import Verification, VerifyJob, verify_in_new_process
+from target.head import load_target_head
 from target.identity import target_identity
 from target.load import target_folder
 
 logger = logging.getLogger(__name__)
-
-TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "tokenizer.model",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "merges.txt",
-    "chat_template.jinja",
-    "chat_template.json",
-)
 
 
 @dataclass(frozen=True)
@@ -54,30 +47,59 @@ class Exported:
     commands: ServeCommands
 
 
-def export_drafter(config: Config) -> Exported:
+def export_drafter(
+    config: Config,
+    drafter_format: Format = "zlab",
+    self_contained: bool = False,
+    published_as: str | None = None,
+) -> Exported:
     """Export the checkpoint that `export.checkpoint` names. The folder appears, or is replaced, only once verified.
 
-    Raises ValueError or FileNotFoundError if checkpoint, features and recipe disagree, or the verification fails.
+    published_as: hub id under which the card's commands find the drafter; None: the folder itself.
+    Needs neither a GPU nor the ranks that trained; about one copy of the drafter is alive at a time. Raises ValueError or
+    FileNotFoundError if checkpoint, features, target and recipe disagree, or the verification fails.
     """
-    run = config.run.folder
-    folder = run / "export" / "zlab"
+    run, target = config.run.folder, target_folder(config.target)
     checkpoint = resolve_checkpoint(run / "checkpoints", config.export.checkpoint)
     features = open_features(run / "features")
     check_settings(config, checkpoint, features)
+    name = config.export.base_model or config.target.model
+    output = Output(
+        drafter_format,
+        verifier_of(name, target),
+        load_target_head(features.checked_head(), "cpu", None) if self_contained else None,
+    )
+    folder = run / "export" / output.folder_name
     remove_leftovers(folder.parent)
-    commands = serve_commands(config.target.model, str(folder), config.drafter.block_size)
+    commands = serve_commands(
+        name, published_as or str(folder), drafter_config(config), drafter_format
+    )
     with atomic_path(folder) as aside:
-        master = load_drafter(checkpoint, "cpu", torch.float32)
-        write_drafter(aside, master.config, master.state_dict(), torch.bfloat16)
-        copy_tokenizer(target_folder(config.target), aside)
+        write_checkpoint(checkpoint, aside, output)
+        copy_tokenizer(target, aside)
         logger.info("verifying %s against %s in a new process", folder, checkpoint)
         job = VerifyJob(
-            aside, checkpoint, features.folder, config.export.verify_rows, config.run.cpu_threads
+            aside,
+            checkpoint,
+            features.folder,
+            target,
+            config.export.verify_rows,
+            config.run.cpu_threads,
         )
         verification = verify_in_new_process(job)
-        card = model_card(card_facts(config, checkpoint, features), verification, commands)
-        (aside / "README.md").write_text(card, encoding="utf-8")
+        facts = card_facts(config, checkpoint, features, output)
+        (aside / "README.md").write_text(
+            model_card(facts, verification, commands), encoding="utf-8"
+        )
     return Exported(folder, checkpoint, verification, commands)
+
+
+def write_checkpoint(checkpoint: Path, folder: Path, output: Output) -> None:
+    """A float32 checkpoint as a bf16 folder, tensor by tensor."""
+    found = find_drafter_folder(checkpoint)
+    weights = find_weights(checkpoint, found.config)
+    read = checked_reader(weights, found.config, found.values)
+    write_folder(folder, found.config, read, torch.bfloat16, output)
 
 
 def check_settings(config: Config, checkpoint: Path, features: FeatureSet) -> None:
@@ -94,16 +116,7 @@ def check_settings(config: Config, checkpoint: Path, features: FeatureSet) -> No
     require_equal(f"the features in {features.folder}", features.settings, wanted, remedy)
 
 
-def copy_tokenizer(source: Path, folder: Path) -> None:
-    """Copy the target's tokenizer files as they are. Raises FileNotFoundError if it has no tokenizer."""
-    files = [source / name for name in TOKENIZER_FILES if (source / name).is_file()]
-    if not {file.name for file in files} & {"tokenizer.json", "tokenizer.model", "vocab.json"}:
-        raise FileNotFoundError(f"{source} has no tokenizer.json; complete the target's folder")
-    for file in files:
-        shutil.copyfile(file, folder / file.name)
-
-
-def card_facts(config: Config, checkpoint: Path, features: FeatureSet) -> CardFacts:
+def card_facts(config: Config, checkpoint: Path, features: FeatureSet, output: Output) -> CardFacts:
     report_file = config.run.folder / "evaluation" / "report.json"
     report: dict[str, Any] | None = None
     if report_file.is_file():
@@ -111,6 +124,8 @@ def card_facts(config: Config, checkpoint: Path, features: FeatureSet) -> CardFa
     return CardFacts(
         config=config,
         drafter=drafter_config(config),
+        format=output.format,
+        self_contained=output.target_head is not None,
         checkpoint=checkpoint.name,
         fingerprint=drafter_fingerprint(checkpoint),
         entries=features.entries,

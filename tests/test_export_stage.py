@@ -12,19 +12,22 @@ import torch
 from drafter_cases import tiny_drafter
 from safetensors.torch import load_file, save_file
 
-import export.zlab
+import export.stage
 from common.files import sha256_file, write_json
 from configs.schema import Config
 from data.feature_shards import FeatureLayout, FeatureRow, write_shard
 from data.features import FeatureManifest, HeadEntry, ShardEntry, manifest_path
-from drafter.config import drafter_config
+from drafter.config import DrafterConfig, drafter_config
 from drafter.folder import drafter_fingerprint, load_drafter, write_drafter
+from drafter.weights import expected_shapes
+from export.folder import Output, write_folder
+from export.stage import export_drafter
 from export.verify import VerifyJob, find_anchors, verify_export, verify_in_new_process
-from export.zlab import export_drafter
 from target.head import save_target_head
 from target.identity import target_identity
 from target.load import Target
 
+Reader = Callable[[str], torch.Tensor]
 RESPONSES = (1, 12, 20)  # a response of one token has no anchor
 
 
@@ -93,7 +96,7 @@ def run(
 
     Verification stays in this process, which saves seconds; two tests below let it have its own.
     """
-    monkeypatch.setattr(export.zlab, "verify_in_new_process", verify_export)
+    monkeypatch.setattr(export.stage, "verify_in_new_process", verify_export)
     config = tiny_config("llama", vars(request).get("param", ()))
     write_features(config, tiny_target("llama"))
     write_checkpoint(config)
@@ -136,15 +139,6 @@ def test_folder_has_tokenizer_card_and_no_leftovers_and_is_replaced_with_equal_b
     assert [p.name for p in folder.parent.iterdir()] == ["zlab"]
 
 
-def test_serve_commands_count_drafted_tokens_and_the_block(run):
-    commands = export_drafter(run).commands
-    assert '"num_speculative_tokens": 3' in commands.vllm
-    assert "--speculative-num-draft-tokens 4" in commands.sglang
-    for command in (commands.vllm, commands.sglang):
-        assert str(run.run.folder / "export" / "zlab") in command
-        assert "trust-remote-code" not in command
-
-
 def report_of(fingerprint: str) -> dict[str, object]:
     row = {
         "task": "all",
@@ -166,7 +160,7 @@ def test_card_shows_this_checkpoints_acceptance_and_no_others(run):
     assert "Not evaluated before the export." in card(run)
     write_json(report, report_of(drafter_fingerprint(checkpoint)))
     text = card(run)
-    assert "| tree | 64 | replay | as recorded | 7 | 2.346 | 2.100 to 2.600 | 2.500 |" in text
+    assert "| tree | 64 | as recorded | 7 | 2.346 | 2.100 to 2.600 | 2.500 |" in text
     assert "9.9" not in text
     assert "license: apache-2.0" in text
     assert "hidden_states[i+1]" in text
@@ -188,7 +182,9 @@ def damage(config: Config, change: Callable[[dict[str, torch.Tensor]], None]) ->
     change(state)
     save_file(state, file)
     checkpoint = folder / "checkpoints" / "step-00000006"
-    return VerifyJob(folder / "export" / "zlab", checkpoint, folder / "features", 2, 1)
+    return VerifyJob(
+        folder / "export" / "zlab", checkpoint, folder / "features", Path(config.target.model), 2, 1
+    )
 
 
 def swap_gate_and_up(state: dict[str, torch.Tensor]) -> None:
@@ -230,11 +226,14 @@ def test_a_failed_verification_puts_nothing_in_place_and_keeps_what_was_there(ru
     before = {p.name: p.read_bytes() for p in folder.iterdir()}
     write_checkpoint(run, seed=1)
 
-    def write_wrong(path: Path, config: object, state: dict[str, torch.Tensor], dtype: torch.dtype):
+    def write_wrong(
+        path: Path, config: DrafterConfig, read: Reader, dtype: torch.dtype, output: Output
+    ):
+        state = {name: read(name) for name in expected_shapes(config)}
         swap_gate_and_up(state)
-        write_drafter(path, drafter_config(run), state, dtype)
+        write_folder(path, config, state.__getitem__, dtype, output)
 
-    monkeypatch.setattr(export.zlab, "write_drafter", write_wrong)
+    monkeypatch.setattr(export.stage, "write_folder", write_wrong)
     with pytest.raises(ValueError, match="does not compute what was trained"):
         export_drafter(run)
     assert {p.name: p.read_bytes() for p in folder.iterdir()} == before
