@@ -2,30 +2,28 @@
 
 from __future__ import annotations
 
-import itertools
 import logging
 import shutil
-from collections.abc import Iterator, Mapping
+import tempfile
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from common.distributed import Ranks, raise_together
 from common.files import remove_leftovers
 from common.fingerprint import fingerprint, require_equal
-from configs.schema import Config, DataSection
-from data.corpus import (
-    CorpusManifest,
-    CorpusRow,
-    manifest_path,
-    read_corpus_manifest,
-    write_corpus,
-)
-from data.dialogue import COMPLETE, corpus_rows
-from data.labels import UNITS_PER_CHUNK, CorpusLabels, Labels, TargetLabels
+from configs.schema import Config
+from data.assemble import assemble
+from data.corpus import CorpusManifest, manifest_path, read_corpus_manifest
+from data.labels import CorpusLabels, Labels, TargetLabels
 from data.packages import PACKAGES_FOLDER
-from data.plan import Plan, plan_path, read_plan, write_plan
-from data.prompts import SourceCounts, select_prompts, write_prompts
+from data.plan import Plan, plan_path, read_plan
+from data.prompts import write_prompts
+from data.scan import read_scan_settings
+from data.selection import select_prompts
 from data.served import ServedLabels, answer_rules
 from data.settings import data_recipe
 from data.sources import source_identity
@@ -35,6 +33,8 @@ from target.load import load_tokenizer
 from target.prepare import prepare_target
 
 logger = logging.getLogger(__name__)
+
+ALONE = Ranks(0, 1, 0, torch.device("cpu"))
 
 
 @dataclass(frozen=True)
@@ -52,10 +52,7 @@ def build_corpus(
     Raises ValueError if the folder holds a corpus, finished or begun, of other settings.
     """
     folder = config.run.folder / "corpus"
-    with raise_together(ranks):
-        if ranks.is_main:
-            prepare_target(config)
-            prepare_plan(config, folder, packages_folder)
+    prepare_plan(config, folder, packages_folder, ranks)
     if manifest_path(folder).is_file():
         return BuiltCorpus(read_corpus_manifest(folder), was_complete=True)
     plan = read_plan(folder / "units")
@@ -63,16 +60,18 @@ def build_corpus(
     labels.make(ranks)
     with raise_together(ranks):
         if ranks.is_main:
-            _assemble(folder, plan, config.data, labels)
+            assemble(folder, plan, config.data, labels)
     return BuiltCorpus(read_corpus_manifest(folder), was_complete=False)
 
 
 def select_only(config: Config, file: Path, packages_folder: Path = PACKAGES_FOLDER) -> int:
     """Write the prompts that would be labelled to `file`; returns how many."""
-    prepare_target(config)
-    selection = select_prompts(config, load_tokenizer(config.target), packages_folder)
-    write_prompts(file, selection, config)
-    return len(selection.prompts)
+    with tempfile.TemporaryDirectory(dir=file.parent, prefix=f".{file.name}.") as aside:
+        prepare_plan(config, Path(aside), packages_folder)
+        plan = read_plan(Path(aside) / "units")
+        prompts = [prompt for chunk in range(plan.num_chunks) for prompt in plan.chunk(chunk)]
+        write_prompts(file, prompts, config)
+        return len(prompts)
 
 
 def corpus_settings(config: Config) -> dict[str, Any]:
@@ -104,37 +103,44 @@ def format_counts(counts: Mapping[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def prepare_plan(config: Config, folder: Path, packages_folder: Path = PACKAGES_FOLDER) -> None:
-    """Have a finished corpus of these settings in `folder`, or a plan of them. Main rank only.
+def prepare_plan(
+    config: Config,
+    folder: Path,
+    packages_folder: Path = PACKAGES_FOLDER,
+    ranks: Ranks = ALONE,
+) -> None:
+    """Have a finished corpus of these settings in `folder`, or a plan of them. All ranks enter.
 
     Raises ValueError if the folder holds another one.
     """
     units = folder / "units"
+    settings: dict[str, Any] = {}
+    with raise_together(ranks):
+        if ranks.is_main:
+            prepare_target(config)
+            settings = corpus_settings(config)
+            _check_begun(folder, settings)
+    if not manifest_path(folder).is_file() and not plan_path(units).is_file():
+        select_prompts(config, units, settings, ranks, packages_folder)
+
+
+def _check_begun(folder: Path, settings: dict[str, Any]) -> None:
+    """Refuse what was begun or finished with other settings; clear what kills left."""
+    units = folder / "units"
     for place in (folder, units):
         if place.is_dir():
             remove_leftovers(place)
-    settings = corpus_settings(config)
     if manifest_path(folder).is_file():
         _require_same(folder, read_corpus_manifest(folder).settings, settings)
         shutil.rmtree(units, ignore_errors=True)  # a kill may have come between manifest and this
-        return
-    if plan_path(units).is_file():
+    elif plan_path(units).is_file():
         _require_same(folder, read_plan(units).settings, settings)
+        shutil.rmtree(units / "scan", ignore_errors=True)  # likewise
         logger.info("continuing the corpus in %s", folder)
-        return
-    selection = select_prompts(config, load_tokenizer(config.target), packages_folder)
-    if not selection.prompts:
-        raise ValueError(
-            "no prompt is left after the filters; see data.max_prompt_tokens and data.sources: "
-            + "; ".join(f"{n}: {dict(c.rejected)}" for n, c in selection.counts.items())
-        )
-    chunk_size = config.data.responses.unit_size * UNITS_PER_CHUNK
-    write_plan(units, settings, selection, chunk_size)
-    logger.info(
-        "%d prompts chosen from %d rows",
-        len(selection.prompts),
-        sum(c.read for c in selection.counts.values()),
-    )
+    elif (begun := read_scan_settings(units / "scan")) and begun["settings"] != settings:
+        # minutes of reading, and most often the correction of what stopped it: nothing worth a refusal
+        logger.info("the recipe or a source has changed since the selection began: it begins anew")
+        shutil.rmtree(units)
 
 
 def _require_same(folder: Path, found: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
@@ -147,21 +153,6 @@ def _require_same(folder: Path, found: Mapping[str, Any], wanted: Mapping[str, A
         require_equal(what, left, {key: right.get(key) for key in keys}, remedy)
 
 
-def _assemble(folder: Path, plan: Plan, data: DataSection, labels: Labels) -> None:
-    counts: dict[str, Any] = {}
-    rows = _rows(plan, labels, counts)
-    first = next(rows, None)
-    if first is None:
-        # labels of this recipe would refuse a corrected one
-        shutil.rmtree(plan.folder)
-        raise ValueError(
-            f"no sample is left: {counts['total']['rejected']}; change what rejected them (data.responses, "
-            "data.min_response_tokens, data.max_repetition, data.max_prompt_tokens) or add sources"
-        )
-    write_corpus(folder, itertools.chain([first], rows), plan.settings, counts, data.rows_per_shard)
-    shutil.rmtree(plan.folder)
-
-
 def _labels(config: Config, plan: Plan) -> Labels:
     tokenizer = load_tokenizer(config.target)
     template = ChatTemplate(tokenizer, config.target.chat_template_kwargs)
@@ -170,44 +161,3 @@ def _labels(config: Config, plan: Plan) -> Labels:
     if config.data.responses.server is not None:
         return ServedLabels(config, plan, template, answer_rules(config, tokenizer))
     return TargetLabels(config, plan, template)
-
-
-def _rows(plan: Plan, labels: Labels, counts: dict[str, Any]) -> Iterator[CorpusRow]:
-    """The corpus in order; after the last row `counts` holds what became of every row that was read."""
-    tally = plan.counts
-    for index in range(plan.num_chunks):
-        for dialogue in labels.dialogues(index):
-            source, ended = tally[dialogue.prompt.source], dialogue.ended
-            assert ended is not None
-            if not dialogue.rows:
-                source.rejected[ended] += 1
-                continue
-            source.done[dialogue.prompt.split] += 1
-            source.rows += len(dialogue.rows)
-            if ended != COMPLETE:
-                source.ended_early[ended] += 1
-            yield from corpus_rows(dialogue)
-    counts.update(_summary(tally))
-
-
-def _summary(tally: Mapping[str, SourceCounts]) -> dict[str, Any]:
-    counts = {name: _entry(source) for name, source in tally.items()}
-    total = SourceCounts()
-    for source in tally.values():
-        total.read += source.read
-        total.done += source.done
-        total.rejected += source.rejected
-        total.rows += source.rows
-        total.ended_early += source.ended_early
-    return {**counts, "total": _entry(total)}
-
-
-def _entry(source: SourceCounts) -> dict[str, Any]:
-    assert source.read == source.done.total() + source.rejected.total(), source
-    return {
-        "read": source.read,
-        "done": {split: source.done[split] for split in ("train", "validation", "test")},
-        "rejected": dict(sorted(source.rejected.items())),
-        "rows": source.rows,
-        "ended_early": dict(sorted(source.ended_early.items())),
-    }

@@ -59,8 +59,8 @@ def user_texts(messages: Sequence[Mapping[str, Any]]) -> list[str]:
     return [m["content"] for m in messages if m["role"] == "user"]
 
 
-def evidence_grams(prompts: Sequence[Sequence[str]], n: int) -> set[tuple[str, ...]]:
-    """The n-grams of words that tell the test prompts of one source, each a list of user texts.
+def telling_grams(prompts: Sequence[Sequence[str]], n: int) -> list[set[tuple[str, ...]]]:
+    """For each of one source's test prompts (a list of user texts), the n-grams of words that tell it.
 
     Boilerplate does not count: words inside a 5-gram that half of the prompts share (and at least two) are cut out, and
     no n-gram spans the cut. Otherwise an instruction that wraps every prompt of a benchmark would ban it from training.
@@ -70,13 +70,15 @@ def evidence_grams(prompts: Sequence[Sequence[str]], n: int) -> set[tuple[str, .
     for texts in tokenised:
         shared.update({gram for text in texts for gram in ngrams(text, _BOILERPLATE_NGRAM)})
     often = {gram for gram, count in shared.items() if count >= max(2, len(prompts) / 2)}
-    return {
-        gram
+    return [
+        {gram for text in texts for run in _without(text, often) for gram in ngrams(run, n)}
         for texts in tokenised
-        for text in texts
-        for run in _without(text, often)
-        for gram in ngrams(run, n)
-    }
+    ]
+
+
+def evidence_grams(prompts: Sequence[Sequence[str]], n: int) -> set[tuple[str, ...]]:
+    """The n-grams that tell any of the test prompts of one source."""
+    return set().union(*telling_grams(prompts, n))
 
 
 def is_contaminated(
@@ -86,12 +88,12 @@ def is_contaminated(
     return any(gram in evidence for text in user_texts(messages) for gram in ngrams(words(text), n))
 
 
-def repetition(token_ids: Sequence[int]) -> float:
-    """Share of 8-grams that occurred before in the same response; 0 for responses shorter than one 8-gram."""
-    num_grams = len(token_ids) - REPETITION_NGRAM + 1
+def repetition(items: Sequence[int] | Sequence[str]) -> float:
+    """Share of 8-grams (of token ids, or of words) that occurred before in the same text; 0 for texts shorter than one 8-gram."""
+    num_grams = len(items) - REPETITION_NGRAM + 1
     if num_grams <= 0:
         return 0.0
-    return 1.0 - len(set(ngrams(token_ids, REPETITION_NGRAM))) / num_grams
+    return 1.0 - len(set(ngrams(items, REPETITION_NGRAM))) / num_grams
 
 
 def _without(text: list[str], boilerplate: set[tuple[str, ...]]) -> list[list[str]]:

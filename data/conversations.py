@@ -1,25 +1,22 @@
-"""Readers: every kind of source becomes a stream of conversations in one shape, {role, content} in order.
+"""Rows of any known shape become conversations of one shape: {role, content} in order, tools beside them.
 
-A row of another shape stops the run with one line that names file and row; what is merely unwanted (too long, doubled) is
-counted later and never an error.
+What is understood: OpenAI messages (text parts, tool calls with their arguments as JSON text, `developer`), ShareGPT turns
+{from, value}, bare prompts in a column or made of several. A row of another shape is `Malformed`, in one line that names
+file, row and what was found; nothing is guessed.
 """
 
 from __future__ import annotations
 
-import contextlib
 import json
-from collections.abc import Iterable, Iterator
+import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
-import pyarrow.parquet as pq
-
-from common.files import sha256_file
-from configs.schema import SourceSection
+from configs.schema import Bounds, SourceSection
 from data.packages import PACKAGES_FOLDER
-from data.recipes import read_fallback, read_recipe, recipe_named
+from data.sources import Places, Row, read_blocks
 
 Message = dict[str, Any]
 """At least `role` and `content`; further keys (tool_calls, reasoning_content, name) go to the chat template as they are."""
@@ -29,10 +26,17 @@ _ROLES = {
     "gpt": "assistant",
     "model": "assistant",
     "bot": "assistant",
+    "chatgpt": "assistant",
+    "developer": "system",
     "function": "tool",
+    "function_response": "tool",
     "observation": "tool",
 }
 _KNOWN_ROLES = ("system", "user", "assistant", "tool")
+
+
+class Malformed(ValueError):
+    """A row that is of no known shape."""
 
 
 @dataclass(frozen=True)
@@ -42,151 +46,128 @@ class Conversation:
     messages: tuple[Message, ...]
     license: str
     tools: tuple[dict[str, Any], ...] = ()
-    """Function schemas in OpenAI's shape, which the chat template is given."""
+    """Function schemas for the chat template."""
 
 
 def read_conversations(
     source: SourceSection, offline: bool = False, packages_folder: Path = PACKAGES_FOLDER
 ) -> Iterator[Conversation]:
-    """Every row of a source, in file order.
+    """Every row of a source, in its order; rows that source.filter leaves out are not given.
 
-    offline: recipes of kind packages come from the file that the repository carries, not from wheels.
-    Raises FileNotFoundError for a missing file and ValueError for a row of the wrong shape.
+    Raises FileNotFoundError for a missing file and Malformed for a row of the wrong shape.
     """
-    if source.kind == "packages":
-        yield from _read_package(source, offline, packages_folder)
-        return
-    for where, row in _rows(source):
-        yield Conversation(where, _messages_of(row, where, source), source.license)
+    for block in read_blocks(source, Places(offline=offline, packages_folder=packages_folder)):
+        for row in block.rows():
+            columns = columns_of(row)
+            if passes_filter(columns, row.where, source):
+                yield conversation_of(row, columns, source)
 
 
-def source_identity(source: SourceSection) -> list[str]:
-    """What the source's content is, host-independent: name and sum of each file, the pinned package, or id and revision."""
-    if source.kind in ("jsonl", "parquet"):
-        return [f"{path.name}:{sha256_file(path)}" for path in _files(source)]
-    if source.kind == "packages":
-        return [recipe_named(source.path).package.requirement]
-    return [f"{source.path}@{source.revision}"]
+def columns_of(row: Row) -> dict[str, Any]:
+    """The row's columns. Raises Malformed if it is a line that is no JSON object."""
+    if isinstance(row.value, dict):
+        return row.value
+    try:
+        value = json.loads(row.value.decode())
+    except (ValueError, RecursionError) as error:  # no UTF-8, no JSON, a number too long
+        raise Malformed(
+            f"{row.where}: not valid JSON ({error}); one JSON object a line, in UTF-8, is expected"
+        ) from error
+    if not isinstance(value, dict):
+        raise Malformed(f"{row.where}: expected a JSON object, found {type(value).__name__}")
+    return value
 
 
-def _read_package(source: SourceSection, offline: bool, folder: Path) -> Iterator[Conversation]:
-    recipe = recipe_named(source.path)
-    assert source.path is not None
-    rows = read_fallback(source.path) if offline else read_recipe(source.path, folder)
-    for name, messages in rows:
-        where = f"{recipe.package.requirement} {name}"
-        yield Conversation(where, tuple(dict(message) for message in messages), recipe.license)
+def passes_filter(columns: dict[str, Any], where: str, source: SourceSection) -> bool:
+    """Whether every column of source.filter holds what it may. Raises Malformed if a column is not there."""
+    for column, allowed in source.filter.items():
+        if column not in columns:
+            raise Malformed(
+                f"{where}: data.sources {source.name!r} filters by column {column!r}, the row has {sorted(columns)}"
+            )
+        value = columns[column]
+        if not isinstance(allowed, Bounds):
+            if value not in allowed:
+                return False
+        elif not _is_within(value, allowed):
+            return False
+    return True
 
 
-def _rows(source: SourceSection) -> Iterator[tuple[str, dict[str, Any]]]:
-    if source.kind == "datasets":
-        yield from _dataset_rows(source)
-        return
-    read = _jsonl_rows if source.kind == "jsonl" else _parquet_rows
-    for path in _files(source):
-        yield from read(path)
-
-
-def _files(source: SourceSection) -> list[Path]:
-    """Files of a path, folder or glob, sorted by name."""
-    if source.path is None:
-        raise ValueError(
-            f"data.sources {source.name!r} of kind {source.kind} needs a path: a file, folder or glob"
-        )
-    path = Path(source.path)
-    if path.is_file():
-        return [path]
-    if path.is_dir():
-        found = sorted(path.rglob(f"*.{source.kind}"))
+def conversation_of(row: Row, columns: dict[str, Any], source: SourceSection) -> Conversation:
+    """Raises Malformed, naming file, row and columns."""
+    if source.prompt_column is not None or source.prompt_template is not None:
+        messages = _bare_messages(columns, row.where, source)
     else:
-        anchor = Path(path.anchor) if path.is_absolute() else Path()
-        found = sorted(anchor.glob(str(path.relative_to(path.anchor))))
-    if not found:
-        raise FileNotFoundError(
-            f"data.sources {source.name!r}: no {source.kind} file at {source.path}; correct its path"
-        )
-    return found
+        messages = _given_messages(columns, row.where, source)
+    if source.system_column is not None and messages[0]["role"] != "system":
+        system = _text_in(columns, source.system_column, row.where, source, may_be_empty=True)
+        messages = ({"role": "system", "content": system}, *messages) if system else messages
+    tools = () if source.tools_column is None else _tools_of(columns, row.where, source)
+    return Conversation(row.where, messages, row.license or source.license, tools)
 
 
-def _jsonl_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    with path.open("rb") as file:
-        for number, line in enumerate(file, start=1):
-            if not line.strip():
-                continue
-            where = f"{path}:{number}"
-            try:
-                row = json.loads(line.decode())
-            except (ValueError, RecursionError) as error:  # no UTF-8, no JSON, a number too long
-                raise ValueError(
-                    f"{where}: not valid JSON ({error}); one JSON object a line, in UTF-8, is expected"
-                ) from error
-            if not isinstance(row, dict):
-                raise ValueError(f"{where}: expected a JSON object, found {type(row).__name__}")
-            yield where, row
+def _is_within(value: Any, bounds: Bounds) -> bool:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return False
+    return (bounds.min is None or value >= bounds.min) and (
+        bounds.max is None or value <= bounds.max
+    )
 
 
-def _parquet_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    number = 0
-    with _named(path), pq.ParquetFile(path) as file:
-        for batch in file.iter_batches(1024):
-            for row in batch.to_pylist():
-                yield f"{path} row {number}", row
-                number += 1
+def _bare_messages(
+    columns: dict[str, Any], where: str, source: SourceSection
+) -> tuple[Message, ...]:
+    if source.prompt_template is not None:
+        prompt = _filled(source.prompt_template, columns, where, source)
+    else:
+        prompt = _text_in(columns, source.prompt_column or "", where, source)
+    messages: tuple[Message, ...] = ({"role": "user", "content": prompt},)
+    if source.response_column is not None:
+        answer = _text_in(columns, source.response_column, where, source)
+        messages += ({"role": "assistant", "content": answer},)
+    return messages
 
 
-@contextlib.contextmanager
-def _named(path: Path) -> Iterator[None]:
-    """pyarrow does not say which file it cannot read."""
-    try:
-        yield
-    except (pa.ArrowException, OSError) as error:
-        raise ValueError(
-            f"{path} cannot be read: {error}; fetch it again or correct the path"
-        ) from error
+def _filled(template: str, columns: dict[str, Any], where: str, source: SourceSection) -> str:
+    def cell(match: re.Match[str]) -> str:
+        return _text_in(columns, match[1], where, source, may_be_empty=True)
+
+    text = re.sub(r"\{([^{}]+)\}", cell, template)
+    return re.sub(r"\n{3,}", "\n\n", text).strip()
 
 
-def _dataset_rows(source: SourceSection) -> Iterator[tuple[str, dict[str, Any]]]:
-    import datasets  # seconds and 100 MB that only this kind of source pays
-
-    if source.path is None:
-        raise ValueError(
-            f"data.sources {source.name!r} of kind datasets needs a path: a hub id or local folder"
-        )
-    path, split = source.path, source.dataset_split
-    saved = [Path(path) / split, Path(path)]  # save_to_disk: of a DatasetDict, of a Dataset
-    try:
-        rows: Iterable[Any] = next(
-            (datasets.load_from_disk(str(p)) for p in saved if (p / "state.json").is_file()), ()
-        ) or datasets.load_dataset(path, source.subset, split=split, revision=source.revision)
-    except ConnectionError as error:
-        raise FileNotFoundError(
-            f"data.sources {source.name!r}: {source.path} is not here and the hub is out of reach; "
-            "fetch it first or correct the path"
-        ) from error
-    for number, row in enumerate(rows):
-        yield f"{source.path} row {number}", dict(row)
+def _text_in(
+    columns: dict[str, Any],
+    column: str,
+    where: str,
+    source: SourceSection,
+    may_be_empty: bool = False,
+) -> str:
+    text = columns.get(column)
+    if text is None and may_be_empty and column in columns:
+        return ""
+    if not isinstance(text, str):
+        raise _shape_error(where, source, f"no text in column {column!r}", columns)
+    return _unicode(text, where)
 
 
-def _messages_of(row: dict[str, Any], where: str, source: SourceSection) -> tuple[Message, ...]:
-    if source.prompt_column is not None:
-        prompt = row.get(source.prompt_column)
-        if not isinstance(prompt, str):
-            raise _shape_error(where, source, f"no text in column {source.prompt_column!r}", row)
-        _require_unicode(prompt, where)
-        return ({"role": "user", "content": prompt},)
+def _given_messages(
+    columns: dict[str, Any], where: str, source: SourceSection
+) -> tuple[Message, ...]:
     column = source.messages_column
-    if column not in row and column == "messages":
+    if column not in columns and column == "messages":
         column = "conversations"
-    turns = row.get(column)
+    turns = columns.get(column)
     if isinstance(turns, str):
         turns = _parsed(turns)
     if not isinstance(turns, list) or not turns:
-        raise _shape_error(where, source, f"no conversation in column {column!r}", row)
+        raise _shape_error(where, source, f"no conversation in column {column!r}", columns)
     return tuple(_message_of(turn, where, source) for turn in turns)
 
 
 def _parsed(text: str) -> Any:
-    """Parquet files often hold the conversation as JSON text; None if this is no JSON."""
+    """Parquet files often hold a conversation as JSON text; None if this is no JSON."""
     try:
         return json.loads(text)
     except json.JSONDecodeError:
@@ -208,21 +189,58 @@ def _message_of(turn: Any, where: str, source: SourceSection) -> Message:
         content = _joined_parts(content)
     if not isinstance(role, str) or not isinstance(content, str):
         raise _shape_error(where, source, "a turn is not {role, content} with text", turn)
-    _require_unicode(content, where)
     role = _ROLES.get(role, role)
     if role not in _KNOWN_ROLES:
         raise _shape_error(where, source, f"unknown role {role!r}", turn)
-    return {"role": role, "content": content, **given}
+    if given.get("tool_calls"):
+        given["tool_calls"] = _tool_calls_of(given["tool_calls"], where, source)
+    return {"role": role, "content": _unicode(content, where), **given}
 
 
-def _require_unicode(text: str, where: str) -> None:
+def _tool_calls_of(calls: Any, where: str, source: SourceSection) -> list[dict[str, Any]]:
+    """Arguments as an object: servers give them as JSON text, chat templates go through their items."""
+    calls = _parsed(calls) if isinstance(calls, str) else calls
+    if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
+        raise _shape_error(where, source, "tool_calls is not a list of objects", calls)
+    found = []
+    for call in calls:
+        inner = call.get("function")
+        function = inner if isinstance(inner, dict) else call
+        arguments = function.get("arguments")
+        if isinstance(arguments, str):
+            arguments = _parsed(arguments)
+            if not isinstance(arguments, dict):
+                raise _shape_error(
+                    where, source, "a tool call's arguments are no JSON object", call
+                )
+            function = {**function, "arguments": arguments}
+        found.append({**call, "function": function} if isinstance(inner, dict) else function)
+    return found
+
+
+def _tools_of(
+    columns: dict[str, Any], where: str, source: SourceSection
+) -> tuple[dict[str, Any], ...]:
+    tools = columns.get(source.tools_column or "")
+    if tools is None or tools == "":
+        return ()
+    tools = _parsed(tools) if isinstance(tools, str) else tools
+    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+        raise _shape_error(
+            where, source, f"no list of function schemas in column {source.tools_column!r}", columns
+        )
+    return tuple(tools)
+
+
+def _unicode(text: str, where: str) -> str:
     """JSON can spell half a surrogate pair, which no tokenizer takes."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise ValueError(
+        raise Malformed(
             f"{where}: its text is no Unicode ({error}); correct or remove the row"
         ) from error
+    return text
 
 
 def _joined_parts(parts: list[dict[str, Any]]) -> str | None:
@@ -232,10 +250,10 @@ def _joined_parts(parts: list[dict[str, Any]]) -> str | None:
     return "".join(found) if len(found) == len(parts) else None
 
 
-def _shape_error(where: str, source: SourceSection, problem: str, example: Any) -> ValueError:
+def _shape_error(where: str, source: SourceSection, problem: str, example: Any) -> Malformed:
     columns = f"messages_column={source.messages_column!r}, prompt_column={source.prompt_column!r}"
     shown = json.dumps(example, ensure_ascii=False, default=str)
     shown = shown if len(shown) <= 200 else f"{shown[:200]}..."
-    return ValueError(
+    return Malformed(
         f"{where}: {problem}; expected a list of {{role, content}} (data.sources {source.name!r}: {columns}), found {shown}"
     )

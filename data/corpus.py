@@ -90,6 +90,8 @@ class CorpusManifest:
     """Target identity and `data` (a fingerprint of the recipe's data section, seed and sources); later stages carry it on."""
     shards: list[ShardEntry]
     counts: dict[str, Any]
+    mix: dict[str, dict[str, Any]] = dataclasses.field(default_factory=dict)
+    """By source: category, rows, tokens, rows by licence; empty for corpora made before it existed."""
 
     @property
     def fingerprint(self) -> str:
@@ -119,16 +121,17 @@ def write_corpus(
     settings: Mapping[str, Any],
     counts: Mapping[str, Any],
     rows_per_shard: int,
+    mix: Mapping[str, dict[str, Any]] | None = None,
 ) -> CorpusManifest:
     """Write shards of `rows_per_shard` rows, then the manifest. One writer; a repeat after a kill gives the same bytes.
 
-    `counts` is looked at after the last row, so a generator of rows may fill it on its way.
+    `counts` and `mix` are looked at after the last row, so a generator of rows may fill them on its way.
     """
     stream = iter(rows)
     shards: list[ShardEntry] = []
     while batch := list(itertools.islice(stream, rows_per_shard)):
         shards.append(_write_shard(folder / f"shard-{len(shards):05d}.parquet", batch))
-    manifest = CorpusManifest(dict(settings), shards, dict(counts))
+    manifest = CorpusManifest(dict(settings), shards, dict(counts), dict(mix or {}))
     write_json(
         manifest_path(folder),
         {
@@ -137,6 +140,7 @@ def write_corpus(
             "settings": manifest.settings,
             "shards": [dataclasses.asdict(shard) for shard in shards],
             "counts": manifest.counts,
+            "mix": manifest.mix,
         },
     )
     return manifest
@@ -154,7 +158,8 @@ def read_corpus_manifest(folder: Path) -> CorpusManifest:
         raise ValueError(f"{path} is not a {FORMAT} version {VERSION} manifest; {REMEDY}")
     with fields_of(path, REMEDY):
         shards = [ShardEntry(**shard) for shard in found["shards"]]
-        return CorpusManifest(dict(found["settings"]), shards, dict(found["counts"]))
+        mix = dict(found["mix"]) if "mix" in found else {}
+        return CorpusManifest(dict(found["settings"]), shards, dict(found["counts"]), mix)
 
 
 def iter_corpus(folder: Path, manifest: CorpusManifest) -> Iterator[CorpusRow]:

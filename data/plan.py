@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,11 +18,11 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from common.files import atomic_path, fields_of, read_json, sha256_file, write_json
+from common.files import fields_of, read_json, sha256_file, write_json
 from common.fingerprint import fingerprint
-from data.prompts import Prompt, Selection, SourceCounts
+from data.prompts import Prompt, SourceCounts
 
-_SCHEMA = pa.schema(
+PROMPT_SCHEMA = pa.schema(
     [
         ("sample_id", pa.string()),
         ("source", pa.string()),
@@ -70,7 +71,7 @@ class Plan:
 
     @property
     def _prompts_file(self) -> Path:
-        return self.folder / "prompts.parquet"
+        return prompts_path(self.folder)
 
     def chunk(self, index: int) -> list[Prompt]:
         with pq.ParquetFile(self._prompts_file) as file:
@@ -91,21 +92,22 @@ def plan_path(folder: Path) -> Path:
     return folder / "plan.json"
 
 
+def prompts_path(folder: Path) -> Path:
+    return folder / "prompts.parquet"
+
+
 def write_plan(
-    folder: Path, settings: dict[str, Any], selection: Selection, chunk_size: int
+    folder: Path, settings: dict[str, Any], counts: Mapping[str, SourceCounts], chunk_size: int
 ) -> Plan:
-    table = pa.Table.from_pylist([_record(prompt) for prompt in selection.prompts], _SCHEMA)
-    with atomic_path(folder / "prompts.parquet") as aside:
-        pq.write_table(table, aside, row_group_size=chunk_size, compression="zstd")
-        prompts_sha256 = sha256_file(aside)
-    plan = Plan(folder, settings, prompts_sha256, chunk_size, selection.counts)
+    """Call when the prompts file is there, a row group a chunk: with the plan the selection is over."""
+    plan = Plan(folder, settings, sha256_file(prompts_path(folder)), chunk_size, dict(counts))
     write_json(
         plan_path(folder),
         {
             "settings": settings,
-            "prompts_sha256": prompts_sha256,
+            "prompts_sha256": plan.prompts_sha256,
             "chunk_size": chunk_size,
-            "counts": {name: vars(c) for name, c in selection.counts.items()},
+            "counts": {name: vars(c) for name, c in counts.items()},
         },
     )
     return plan
@@ -122,6 +124,7 @@ def read_plan(folder: Path) -> Plan:
         return Plan(folder, found["settings"], found["prompts_sha256"], found["chunk_size"], counts)
 
 
-def _record(prompt: Prompt) -> dict[str, Any]:
+def prompt_record(prompt: Prompt) -> dict[str, Any]:
+    """A row of PROMPT_SCHEMA."""
     values = vars(prompt)
     return values | {key: json.dumps(values[key], ensure_ascii=False) for key in _JSON_COLUMNS}

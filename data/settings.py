@@ -13,12 +13,14 @@ _PLAN_ONLY = {"num_samples", "expected_tokens", "expected_response_tokens"}
 _SHOWN_ONLY = ("license", "facts", "category", "num_rows", "expected_tokens")
 # a setting that is off decides nothing: a corpus made before it existed is still of this recipe
 _OFF = {
+    "reject_broken_unicode": False,
     "max_prompt_repetition": 1.0,
     "near_duplicate_similarity": None,
     "max_malformed": 0.0,
     "spare_fraction": 0.0,
 }
 _SOURCE_OFF = {
+    "reject_broken_unicode": False,
     "streaming": True,
     "prompt_template": None,
     "response_column": None,

@@ -278,7 +278,9 @@ def test_a_conversation_that_cannot_be_labelled_names_its_row(
     config = tiny_config(overrides=own)
     with pytest.raises(ValueError, match=rf"bad\.jsonl:2: the conversation {message}"):
         build_corpus(config, ranks())
-    assert not list(corpus_of(config).rglob("*.*"))
+    assert not (corpus_of(config) / "units" / "plan.json").exists()
+    write_rows(path, prompt("fine", "yes"))
+    assert build_corpus(config, ranks()).manifest.num_rows == 1  # the correction is not refused
 
 
 def test_selecting_only_writes_prompts_and_no_label(tiny_config: MakeConfig, tmp_path):

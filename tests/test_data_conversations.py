@@ -10,7 +10,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from configs.schema import SourceSection
-from data.conversations import read_conversations, source_identity
+from data.conversations import read_conversations
+from data.sources import source_identity
 from data.template import ChatTemplate
 
 TURNS = [
