@@ -191,7 +191,7 @@ class TreeVerifier:
         self, masks: dict[str, Tensor | None]
     ) -> Tensor | dict[str, Tensor | None] | None:
         """Models with one type of layer take the tensor, models with several a dict; eager attention adds its mask."""
-        if self._target.model.config._attn_implementation == "eager":
+        if _attention(self._target) == "eager":
             masks = {kind: _additive(mask, self._target.dtype) for kind, mask in masks.items()}
         return masks if len(masks) > 1 else next(iter(masks.values()))
 
@@ -209,11 +209,15 @@ def _additive(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
 
 
 def _require_mask(target: Target) -> None:
-    attention = target.model.config._attn_implementation
+    attention = _attention(target)
     if attention not in ("sdpa", "eager"):
         raise ValueError(
             f"target.attention={attention} takes no tree mask; load the target with attention sdpa or eager"
         )
+
+
+def _attention(target: Target) -> str | None:
+    return target.model.config.get_text_config()._attn_implementation
 
 
 def _cache_argument(text_model: nn.Module) -> str:

@@ -1,0 +1,220 @@
+"""Every node of every tree against the target's own one-token decoding with a forked cache: the independent check."""
+
+from __future__ import annotations
+
+import accelerate
+import pytest
+import torch
+from ddtree_cases import (
+    IMAGE_TOKEN,
+    KINDS,
+    SHAPES,
+    VOCABULARY,
+    decode_one,
+    float64_throughout,
+    fork_down_every_path,
+    make_target,
+    make_vision_target,
+    prompt_cache,
+    shaped_tree,
+)
+from torch import Tensor
+from transformers import DynamicCache
+
+from ddtree import gdn
+from ddtree.tree import DraftTree, chain_tree
+from ddtree.verify import TreeVerifier
+from target.load import Target
+
+TAPS = (0, 2)
+__all__ = ["float64_throughout"]  # a fixture, found by its name
+in_float64 = pytest.mark.usefixtures("float64_throughout")
+
+
+def relative(found: Tensor, expected: Tensor) -> float:
+    """Largest difference over the largest logit."""
+    return float((found.double() - expected.double()).abs().max() / expected.abs().max())
+
+
+def random_prompt(generator: torch.Generator, count: int) -> Tensor:
+    return torch.randint(VOCABULARY, (count,), generator=generator)
+
+
+def assert_agrees(
+    target: Target, prompt_tokens: int, tree: DraftTree, tolerance: float, **options: object
+) -> None:
+    """All nodes; then, behind a commit of the deepest and of a middle node, plain decoding."""
+    generator = torch.Generator().manual_seed(prompt_tokens + len(tree))
+    prompt = random_prompt(generator, prompt_tokens)
+    forked = fork_down_every_path(target, prompt_cache(target, prompt), tree)
+    verifier = TreeVerifier(target, TAPS, **options)  # pyright: ignore[reportArgumentType]
+    for node in (int(tree.depths.argmax()), len(tree) // 2):
+        verifier.prefill(prompt)
+        logits = verifier.verify([tree]).logits[0, : len(tree)]
+        assert relative(logits, forked.logits) < tolerance
+        assert torch.equal(logits.argmax(-1), forked.logits.argmax(-1))
+        verifier.commit([tree.path(node)])
+        assert_goes_on(target, verifier, forked.caches[node], int(logits[node].argmax()), tolerance)
+
+
+def assert_goes_on(
+    target: Target, verifier: TreeVerifier, cache: DynamicCache, token: int, tolerance: float
+) -> None:
+    """One token after the other, each committed before the next, against plain decoding."""
+    for _ in range(6):
+        plain = decode_one(target, cache, token)
+        found = verifier.verify([chain_tree(torch.tensor([token]))]).logits[0, 0]
+        verifier.commit([[0]])
+        assert relative(found, plain) < tolerance
+        token = int(plain.argmax())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@in_float64
+def test_every_node_is_what_decoding_its_path_gives(kind: str) -> None:
+    generator = torch.Generator().manual_seed(0)
+    target = make_target(kind, torch.float64)
+    assert_agrees(target, 23, shaped_tree("drafted", 24, generator), 1e-9)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_and_in_float32_to_a_thousandth_of_the_largest_logit(kind: str) -> None:
+    generator = torch.Generator().manual_seed(1)
+    assert_agrees(make_target(kind), 23, shaped_tree("drafted", 24, generator), 1e-3)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("prompt_tokens", [1, 2])  # the convolution reaches before the prompt
+@in_float64
+def test_every_shape_behind_the_shortest_prompts(shape: str, prompt_tokens: int) -> None:
+    generator = torch.Generator().manual_seed(2)
+    tree = shaped_tree(shape, 13, generator)
+    assert_agrees(make_target("qwen3_5", torch.float64), prompt_tokens, tree, 1e-9)
+
+
+@pytest.mark.parametrize("window", [4, 32])  # cuts inside the tree; reaches over all of it
+@in_float64
+def test_sliding_windows_count_depth(window: int) -> None:
+    generator = torch.Generator().manual_seed(3)
+    target = make_target("qwen3_sliding", torch.float64, window)
+    assert_agrees(target, 9, shaped_tree("random", 24, generator), 1e-9)
+
+
+@in_float64
+def test_substitution_padding_and_eager_attention_change_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    generator = torch.Generator().manual_seed(4)
+    tree = shaped_tree("drafted", 24, generator)
+    monkeypatch.setattr(gdn, "_substitution_pays", lambda nodes: True)
+    target = make_target("qwen3_5", torch.float64, attention="eager")
+    assert_agrees(target, 7, tree, 1e-9, node_counts=(9, 30), prefill_tokens=3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("shape", SHAPES)
+@in_float64
+def test_large_trees_of_every_shape_on_every_family(kind: str, shape: str) -> None:
+    generator = torch.Generator().manual_seed(5)
+    target = make_target(kind, torch.float64)
+    assert_agrees(target, 40, shaped_tree(shape, 160, generator), 1e-9)
+
+
+@in_float64
+def test_a_ragged_batch_of_a_hybrid() -> None:
+    generator = torch.Generator().manual_seed(6)
+    target = make_target("qwen3_5", torch.float64)
+    prompts = [random_prompt(generator, count) for count in (2, 30, 11)]
+    trees = [shaped_tree("random", size, generator) for size in (14, 6, 9)]
+    verifier = TreeVerifier(target, TAPS, num_sequences=4, node_counts=(16,))
+    forks = []
+    for row, (prompt, tree) in enumerate(zip(prompts, trees, strict=True)):
+        verifier.prefill(prompt, row)
+        forks.append(fork_down_every_path(target, prompt_cache(target, prompt), tree))
+    logits = verifier.verify([*trees, None]).logits
+    assert logits.isfinite().all()  # padding and the idle row too: they are sampled from
+    paths = [tree.path(len(tree) - 1) for tree in trees]
+    verifier.commit([*paths, []])
+    again = verifier.verify([chain_tree(torch.tensor([7]))] * 4).logits
+    for row, (fork, path) in enumerate(zip(forks, paths, strict=True)):
+        assert relative(logits[row, : len(trees[row])], fork.logits) < 1e-9
+        assert relative(again[row, 0], decode_one(target, fork.caches[path[-1]], 7)) < 1e-9
+    assert verifier.lengths == [2 + len(paths[0]), 30 + len(paths[1]), 11 + len(paths[2]), 0]
+
+
+@in_float64
+def test_images_in_the_prompt_shift_the_positions_of_all_that_follows() -> None:
+    generator = torch.Generator().manual_seed(7)
+    target = make_vision_target(torch.float64)
+    prompt = torch.tensor([5, 6, *[IMAGE_TOKEN] * 6, 7, 8])
+    cache = DynamicCache(config=target.model.config)
+    given: dict[str, Tensor] = {}
+    hook = target.text_model.register_forward_pre_hook(
+        lambda module, args, kwargs: given.update(kwargs), with_kwargs=True
+    )
+    with torch.inference_mode():
+        expected = target.model(
+            input_ids=prompt[None],
+            pixel_values=torch.randn(24, 96, generator=generator),
+            image_grid_thw=torch.tensor([[1, 6, 4]]),
+            mm_token_type_ids=(prompt == IMAGE_TOKEN).int()[None],
+            cache=cache,
+        ).logits[0, -1]
+    hook.remove()
+    tree = shaped_tree("random", 14, generator)
+    forked = fork_down_every_path(target, cache, tree)  # with the wrapper's own positions
+    verifier = TreeVerifier(target, TAPS, num_sequences=2, prefill_tokens=4)
+    output = verifier.prefill_embedded(given["inputs_embeds"][0], given["position_ids"][:, 0], 1)
+    assert relative(output.logits, expected) < 1e-9
+    logits = verifier.verify([None, tree]).logits[1]
+    assert relative(logits, forked.logits) < 1e-9
+    verifier.commit([[], path := tree.path(len(tree) - 1)])
+    again = verifier.verify([None, chain_tree(torch.tensor([9]))]).logits[1, 0]
+    assert relative(again, decode_one(target, forked.caches[path[-1]], 9)) < 1e-9
+    # the shift is not a rounding error, and text in the same row starts from zero again
+    assert relative(logits[0], verifier_without_shift(target, prompt, tree)) > 1e-3
+    text = prompt[:2]
+    assert relative(verifier.prefill(text, 1).logits, plain_logits(target, text)) < 1e-9
+
+
+def plain_logits(target: Target, ids: Tensor) -> Tensor:
+    with torch.inference_mode():
+        return target.model(input_ids=ids[None], use_cache=False).logits[0, -1]
+
+
+def verifier_without_shift(target: Target, prompt: Tensor, tree: DraftTree) -> Tensor:
+    verifier = TreeVerifier(target, TAPS)
+    verifier.prefill(prompt)
+    return verifier.verify([tree]).logits[0, 0]
+
+
+@in_float64
+def test_a_target_spread_by_accelerate() -> None:
+    """Hooks on every layer, as a device map leaves them; both devices are the CPU here."""
+    generator = torch.Generator().manual_seed(8)
+    target = make_target("qwen3_5", torch.float64)
+    places: dict[str, str | int | torch.device] = {
+        "model.embed_tokens": "cpu",
+        "model.norm": "cpu",
+        "model.rotary_emb": "cpu",
+    }
+    places |= {f"model.layers.{i}": "cpu" for i in range(4)} | {"lm_head": "cpu"}
+    accelerate.dispatch_model(target.model, places, force_hooks=True)
+    hooked = [layer.linear_attn.forward for layer in target.layers[:3]]  # pyright: ignore[reportAttributeAccessIssue]
+    assert_agrees(target, 8, shaped_tree("random", 12, generator), 1e-9)
+    now = [layer.linear_attn.forward for layer in target.layers[:3]]  # pyright: ignore[reportAttributeAccessIssue]
+    assert all(a is b for a, b in zip(hooked, now, strict=True))
+
+
+def test_the_models_own_forward_is_back_whatever_happens() -> None:
+    target = make_target("qwen3_5")
+    verifier = TreeVerifier(target, TAPS)
+    verifier.prefill(torch.tensor([1, 2, 3]))
+    plain = plain_logits(target, torch.tensor([1, 2, 3]))
+    hook = target.layers[2].register_forward_pre_hook(lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        verifier.verify([chain_tree(torch.tensor([4]))])
+    hook.remove()
+    assert torch.equal(plain_logits(target, torch.tensor([1, 2, 3])), plain)
+    assert not any("forward" in vars(module) for module in target.model.modules())
