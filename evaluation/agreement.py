@@ -7,7 +7,7 @@ from dataclasses import asdict
 from typing import Any
 
 from evaluation.acceptance import PromptPasses, measure_acceptance
-from evaluation.decode import PLAIN, Acceptor
+from evaluation.acceptors import PLAIN, Acceptor
 from evaluation.live import LiveRecord
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from evaluation.decode import PassRecord
+from evaluation.decoded import PassRecord
 
 
 def replay_child_ranks(

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from transformers import PreTrainedTokenizerBase
 
-from evaluation.decode import Decoded, PassRecord
+from evaluation.decoded import Decoded, PassRecord
 
 CONTEXT_TOKENS = 24
 

@@ -11,27 +11,20 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
-from torch import Tensor
 
 from common.fingerprint import fingerprint
 from configs.schema import EvaluationSection
 from data.features import FeatureRow, RowEntry
 from ddtree.verify import TreeVerifier
 from drafter.model import Drafter
+from evaluation.acceptors import CHAIN_REJECTION, PLAIN, Acceptor, list_acceptors
 from evaluation.child_ranks import live_child_ranks
-from evaluation.decode import (
-    CHAIN,
-    PLAIN,
-    Acceptor,
-    Decoded,
-    DecodeSettings,
-    decode_plain,
-    decode_with_tree,
-    tree_acceptor,
-)
+from evaluation.decode import decode_batch, make_proposer
+from evaluation.decoded import Decoded, DecodeSettings
 from evaluation.drawing import DrawnTree, draw_passes
 from evaluation.parity import Parity, compare_passes, record_row
 from evaluation.replay import ReplayOptions
+from evaluation.tuning import Tuning
 from target.generate import Sampling
 from target.head import TargetHead
 from target.load import Target
@@ -86,18 +79,22 @@ class LiveSetup:
     head: TargetHead
     section: EvaluationSection
     seed: int
+    tuning: Tuning
 
-    @property
-    def acceptors(self) -> list[Acceptor]:
-        return [CHAIN, *(tree_acceptor(budget) for budget in sorted(self.section.live_budgets))]
+    def acceptors(self, temperature: float) -> list[Acceptor]:
+        """Decoded live at a temperature of the target's samples, besides plain."""
+        section = self.section
+        listed = list_acceptors(section.acceptors, section.live_budgets, self.tuning.cost)
+        return [a for a in listed if temperature > 0 or a != CHAIN_REJECTION]
 
 
 def make_setup(
-    target: Target, drafter: Drafter, section: EvaluationSection, seed: int
+    target: Target, drafter: Drafter, section: EvaluationSection, seed: int, tuning: Tuning
 ) -> LiveSetup:
-    verifier = TreeVerifier(target, drafter.config.target_layer_ids)
+    taps = drafter.config.target_layer_ids
+    verifier = TreeVerifier(target, taps, num_sequences=section.live_batch_size)
     head = TargetHead(target.embed_tokens, target.lm_head.to(target.device))
-    return LiveSetup(target, verifier, drafter.eval(), head, section, seed)
+    return LiveSetup(target, verifier, drafter.eval(), head, section, seed, tuning)
 
 
 def choose_prompts(entries: Sequence[RowEntry], num_prompts: int, seed: int) -> list[RowEntry]:
@@ -121,45 +118,59 @@ def prompt_of(row: FeatureRow) -> LivePrompt:
     return LivePrompt(row.sample_id, row.task, row.input_ids[:first].tolist())
 
 
-def decode_prompt(setup: LiveSetup, prompt: LivePrompt) -> LiveRecord:
-    """Plain, chain and tree at every live budget and temperature; parity and losslessness for the greedy ones."""
-    decodes: list[LiveDecode] = []
-    parity, trees = Parity(0, 0, [], {}), []
+def decode_prompts(setup: LiveSetup, prompts: Sequence[LivePrompt]) -> list[LiveRecord]:
+    """Every prompt by every acceptor at every temperature, as many prompts at a time as `live_batch_size`.
+
+    Parity and losslessness come from the greedy decodes.
+    """
+    decodes: list[list[LiveDecode]] = [[] for _ in prompts]
+    parities = [Parity(0, 0, [], {}) for _ in prompts]
+    trees: list[list[DrawnTree]] = [[] for _ in prompts]
     for temperature in sorted(set(setup.section.temperatures)):
-        plain = decode_plain(
-            setup.verifier, _ids(setup, prompt), settings_for(setup, prompt, PLAIN, temperature)
-        )
-        decodes.append(_summary(PLAIN, temperature, plain, None))
-        drafted = decode_drafted(setup, prompt, temperature)
-        for acceptor, decoded in drafted:
-            difference = None
+        plain = decode_by(setup, prompts, PLAIN, temperature)
+        drafted = [
+            (acceptor, decode_by(setup, prompts, acceptor, temperature))
+            for acceptor in setup.acceptors(temperature)
+        ]
+        for index, prompt in enumerate(prompts):
+            own = [(acceptor, decoded[index]) for acceptor, decoded in drafted]
+            decodes[index] += _summaries(setup, prompt, plain[index], own, temperature)
             if temperature == 0:
-                difference = first_difference(setup, prompt, plain.tokens, decoded.tokens)
-            decodes.append(_summary(acceptor, temperature, decoded, difference))
-        if temperature == 0:
-            parity = _parity(setup, prompt, plain, drafted)
-        trees = trees or _draw(setup, prompt, drafted)
-    return LiveRecord(prompt.prompt_id, prompt.task, decodes, parity, trees)
-
-
-def decode_drafted(
-    setup: LiveSetup, prompt: LivePrompt, temperature: float
-) -> list[tuple[Acceptor, Decoded]]:
-    """The chain, then the tree at every live budget."""
+                parities[index] = _parity(setup, prompt, plain[index], own)
+            trees[index] = trees[index] or _draw(setup, prompt, own)
     return [
-        (
-            acceptor,
-            decode_with_tree(
-                setup.verifier,
-                setup.drafter,
-                setup.head,
-                _ids(setup, prompt),
-                acceptor,
-                settings_for(setup, prompt, acceptor, temperature),
-            ),
-        )
-        for acceptor in setup.acceptors
+        LiveRecord(prompt.prompt_id, prompt.task, decodes[i], parities[i], trees[i])
+        for i, prompt in enumerate(prompts)
     ]
+
+
+def decode_by(
+    setup: LiveSetup, prompts: Sequence[LivePrompt], acceptor: Acceptor, temperature: float
+) -> list[Decoded]:
+    """Every prompt by one acceptor. Samples are seeded by prompt and acceptor, whatever rank or batch decodes them."""
+    settings = decode_settings(setup, temperature)
+    ids = [torch.tensor(prompt.tokens, device=setup.target.device) for prompt in prompts]
+    seeds = [_seed(setup, prompt, acceptor, temperature) for prompt in prompts]
+    proposer = None
+    if acceptor != PLAIN:
+        proposer = make_proposer(setup.verifier, setup.drafter, setup.head, ids, settings)
+    return decode_batch(setup.verifier, proposer, ids, acceptor, settings, seeds)
+
+
+def _summaries(
+    setup: LiveSetup,
+    prompt: LivePrompt,
+    plain: Decoded,
+    drafted: Sequence[tuple[Acceptor, Decoded]],
+    temperature: float,
+) -> list[LiveDecode]:
+    found = [_summary(PLAIN, temperature, plain, None)]
+    for acceptor, decoded in drafted:
+        difference = None
+        if temperature == 0:
+            difference = first_difference(setup, prompt, plain.tokens, decoded.tokens)
+        found.append(_summary(acceptor, temperature, decoded, difference))
+    return found
 
 
 def _draw(
@@ -195,28 +206,32 @@ def _parity(
 ) -> Parity:
     taps = setup.drafter.config.target_layer_ids
     row = record_row(setup.target, taps, prompt.tokens, plain.tokens, prompt.prompt_id, prompt.task)
-    budgets = tuple(sorted(setup.section.live_budgets)) or (1,)
-    options = ReplayOptions(budgets, setup.section.drafter_temperature)
+    section = setup.section
+    options = ReplayOptions(
+        tuple(sorted(section.live_budgets)),
+        setup.tuning.drafter_temperature,
+        names=section.acceptors,
+        cost=setup.tuning.cost,
+    )
     return compare_passes(setup.drafter, setup.head, row, drafted, options)
 
 
-def settings_for(
-    setup: LiveSetup, prompt: LivePrompt, acceptor: Acceptor, temperature: float
+def decode_settings(
+    setup: LiveSetup, temperature: float, max_new_tokens: int | None = None
 ) -> DecodeSettings:
-    """The recipe's; the seed of the target's samples is this prompt's and acceptor's own, whatever rank decodes it."""
+    """The recipe's; `max_new_tokens` instead of the recipe's where given."""
     section = setup.section
-    seed = int(fingerprint([setup.seed, prompt.prompt_id, acceptor.key, temperature])[:15], 16)
     return DecodeSettings(
-        section.max_new_tokens,
+        max_new_tokens or section.max_new_tokens,
         setup.target.eos_token_ids,
         Sampling(temperature, section.top_p, section.top_k),
-        section.drafter_temperature,
-        seed,
+        setup.tuning.drafter_temperature,
+        setup.tuning.cost,
     )
 
 
-def _ids(setup: LiveSetup, prompt: LivePrompt) -> Tensor:
-    return torch.tensor(prompt.tokens, device=setup.target.device)
+def _seed(setup: LiveSetup, prompt: LivePrompt, acceptor: Acceptor, temperature: float) -> int:
+    return int(fingerprint([setup.seed, prompt.prompt_id, acceptor.key, temperature])[:15], 16)
 
 
 def _summary(

@@ -1,11 +1,12 @@
-"""The losslessness command: greedy chain and tree must give the target's own greedy tokens, for any drafter.
+"""The losslessness command: every acceptor must give the target's own greedy tokens, for any drafter.
 
-In float32, with the trained and with a random drafter, the chain and every live budget. A difference is a fault of the
-code unless the target's two best logits tie at that token (`target_gap`).
+In float32, with the trained and with a random drafter, at every live budget. A difference is a fault of the code unless
+the target's two best logits tie at that token (`target_gap`).
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
@@ -15,20 +16,23 @@ import torch
 from common.distributed import raise_together
 from common.files import remove_leftovers, write_json
 from data.features import RowEntry
-from evaluation.decode import PLAIN, decode_plain
+from drafter.model import Drafter
+from evaluation.acceptors import CHAIN_REJECTION, PLAIN, Acceptor
 from evaluation.inputs import DrafterSource
 from evaluation.live import (
     LivePrompt,
     LiveSetup,
     choose_prompts,
-    decode_drafted,
+    decode_by,
     first_difference,
-    make_setup,
     prompt_of,
-    settings_for,
 )
+from evaluation.loading import LiveTarget
 from evaluation.records import make_missing, read_all
-from evaluation.stage import Work, live_setup
+from evaluation.stage import Work, settle_tuning
+
+NEARLY_GREEDY = 1e-5
+"""A temperature that leaves the target's argmax alone wherever its logits are more than 1e-3 ahead."""
 
 
 def run_lossless(
@@ -41,12 +45,16 @@ def run_lossless(
         if work.ranks.is_main:
             remove_leftovers(kind.folder)
     with raise_together(work.ranks):
-        setups = _setups(work, sources)
+        trained = sources[0].load(work.ranks.device, torch.float32)
+        live = LiveTarget(work.config, work.ranks, trained, "float32")
+    settle_tuning(work, live)
+    with raise_together(work.ranks):
+        setups = _setups(live.setup(work.tuning.read()), trained, sources)
 
-        def make(entry: RowEntry) -> dict[str, Any]:
-            return check_prompt(setups, prompt_of(work.features.read(entry)))
+        def make(group: Sequence[RowEntry]) -> list[dict[str, Any]]:
+            return check_prompts(setups, [prompt_of(work.features.read(e)) for e in group])
 
-        make_missing(kind, entries, work.ranks, make)
+        make_missing(kind, entries, work.ranks, make, work.group_size)
     result = None
     with raise_together(work.ranks):
         if work.ranks.is_main:
@@ -56,34 +64,49 @@ def run_lossless(
     return result
 
 
-def check_prompt(setups: dict[str, LiveSetup], prompt: LivePrompt) -> dict[str, Any]:
-    """Every drafter and acceptor against plain greedy decoding of one prompt."""
+def check_prompts(
+    setups: dict[str, LiveSetup], prompts: Sequence[LivePrompt]
+) -> list[dict[str, Any]]:
+    """Every drafter and acceptor against plain greedy decoding; a record a prompt."""
     first = next(iter(setups.values()))
-    ids = torch.tensor(prompt.tokens, device=first.target.device)
-    plain = decode_plain(first.verifier, ids, settings_for(first, prompt, PLAIN, 0.0)).tokens
-    differing, num_decodes = [], 0
+    plain = [decoded.tokens for decoded in decode_by(first, prompts, PLAIN, 0.0)]
+    differing: list[list[dict[str, Any]]] = [[] for _ in prompts]
+    num_decodes = 0
     for name, setup in setups.items():
-        for acceptor, decoded in decode_drafted(setup, prompt, 0.0):
+        for acceptor, temperature in _greedy_acceptors(setup):
             num_decodes += 1
-            difference = first_difference(setup, prompt, plain, decoded.tokens)
-            if difference is not None:
-                differing.append({"drafter": name, "acceptor": acceptor.key} | asdict(difference))
-    return {
-        "prompt_id": prompt.prompt_id,
-        "num_tokens": len(plain),
-        "num_decodes": num_decodes,
-        "differing": differing,
-    }
+            for index, decoded in enumerate(decode_by(setup, prompts, acceptor, temperature)):
+                found = first_difference(setup, prompts[index], plain[index], decoded.tokens)
+                if found is not None:
+                    where = {"drafter": name, "acceptor": acceptor.key}
+                    differing[index].append(where | asdict(found))
+    return [
+        {
+            "prompt_id": prompt.prompt_id,
+            "num_tokens": len(plain[index]),
+            "num_decodes": num_decodes,
+            "differing": differing[index],
+        }
+        for index, prompt in enumerate(prompts)
+    ]
 
 
-def _setups(work: Work, sources: Sequence[DrafterSource]) -> dict[str, LiveSetup]:
-    """By drafter name; one target serves all."""
-    loaded = {source.name: source.load(work.ranks.device, torch.float32) for source in sources}
-    first = live_setup(work.config, work.ranks, next(iter(loaded.values())), "float32")
-    return {
-        name: make_setup(first.target, drafter, first.section, first.seed)
-        for name, drafter in loaded.items()
-    }
+def _greedy_acceptors(setup: LiveSetup) -> list[tuple[Acceptor, float]]:
+    """With the temperature of each: chain_rejection samples, and is greedy in the limit only."""
+    found = [(acceptor, 0.0) for acceptor in setup.acceptors(0.0)]
+    if CHAIN_REJECTION.name in setup.section.acceptors:
+        found.append((CHAIN_REJECTION, NEARLY_GREEDY))
+    return found
+
+
+def _setups(
+    first: LiveSetup, trained: Drafter, sources: Sequence[DrafterSource]
+) -> dict[str, LiveSetup]:
+    """By drafter name; one target and one verifier serve all. `trained` is the first source's, loaded already."""
+    device = trained.fc.weight.device
+    others = {source.name: source.load(device, torch.float32) for source in sources[1:]}
+    loaded = {sources[0].name: trained, **others}
+    return {name: dataclasses.replace(first, drafter=drafter) for name, drafter in loaded.items()}
 
 
 def _summary(records: Sequence[dict[str, Any]]) -> dict[str, Any]:

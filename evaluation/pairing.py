@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from common.files import fields_of, read_json
+from evaluation.acceptors import PLAIN
 from evaluation.comparison import compare_prompts
-from evaluation.decode import PLAIN
 from evaluation.prompt_records import Kind, PromptRecord, by_kind, read_prompt_records
 from evaluation.report import ALL_TASKS
 

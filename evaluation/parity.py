@@ -14,12 +14,16 @@ from dataclasses import dataclass
 import torch
 
 from data.features import FeatureRow
-from ddtree.build import tree_thresholds
-from ddtree.replay import rank_prefixes, replay_walk
+from ddtree.build import build_trees
+from ddtree.replay import ranks_in, replay_walk
 from drafter.model import Drafter
-from evaluation.decode import Acceptor, Decoded
-from evaluation.replay import ReplayOptions, accepted_tokens
-from evaluation.scores import Response, SlotScores, score_anchors
+from evaluation.acceptors import Acceptor
+from evaluation.decoded import Decoded
+from evaluation.drafting import slot_temperatures
+from evaluation.gaps import Decisions
+from evaluation.outcomes import anchor_outcomes
+from evaluation.replay import ReplayOptions
+from evaluation.scores import Response, score_anchors
 from target.head import TargetHead
 from target.load import Target
 from target.taps import forward_with_taps
@@ -96,25 +100,15 @@ def compare_passes(
     response = Response(first, len(record) - 1)
     if response.num_drafted == 0:
         return Parity(0, 0, [], {acceptor.key: [] for acceptor, _ in decodes})
-    wider = max(options.budgets) + 1  # the first prefix outside the tree is the rival of one inside
-    scores = score_anchors(
-        drafter,
-        head,
-        row,
-        response,
-        range(response.num_drafted),
-        wider,
-        options.drafter_temperature,
+    decisions = _decide(drafter, head, row, response, options)
+    outcomes = anchor_outcomes(
+        decisions.scores,
+        decisions.trees,
+        decisions.ranks,
+        [acceptor for acceptor, _ in decodes],
+        options.cost,
     )
-    # M = B + 1 children rank as M = B do: a child of rank B + 1 is in no tree of budget B
-    ranks = rank_prefixes(
-        scores.top_log_probs,
-        scores.gold_log_probs,
-        scores.gold_child_ranks,
-        scores.num_gold,
-        wider,
-    )
-    accepted = accepted_tokens(scores, ranks, options)
+    accepted = {key: outcome.accepted for key, outcome in outcomes.items()}
     num_passes, differing = 0, []
     for acceptor, decoded in decodes:
         for pass_record in decoded.records:
@@ -126,7 +120,7 @@ def compare_passes(
             replayed = min(count + 1, response.num_drafted - anchor)
             if replayed != pass_record.num_emitted:
                 depth = min(replayed, pass_record.num_emitted)  # the first depth they disagree on
-                gap = _gap_nats(scores, anchor, depth, acceptor)
+                gap = decisions.gap_nats(anchor, depth, acceptor)
                 differing.append(
                     DifferingPass(
                         row.sample_id,
@@ -145,12 +139,24 @@ def compare_passes(
     return Parity(num_passes, num_passes - len(differing), differing, replay_passes)
 
 
-def _gap_nats(scores: SlotScores, anchor: int, depth: int, acceptor: Acceptor) -> float:
-    """Distance of the recorded prefix of `depth` from the border of the tree, or of its last token from the argmax."""
-    gold = scores.gold_log_probs[anchor, :depth]
-    top = scores.top_log_probs[anchor]  # (L, M)
-    if acceptor.budget is None:
-        is_argmax = int(scores.gold_child_ranks[anchor, depth - 1]) == 0
-        return abs(float(top[depth - 1, 0] - (top[depth - 1, 1] if is_argmax else gold[-1])))
-    borders = tree_thresholds(top[None], (acceptor.budget, acceptor.budget + 1))[0]
-    return float((gold.sum() - borders).abs().min())
+def _decide(
+    drafter: Drafter,
+    head: TargetHead,
+    row: FeatureRow,
+    response: Response,
+    options: ReplayOptions,
+) -> Decisions:
+    wider = options.max_budget + 1  # the first prefix outside the tree is the rival of one inside
+    scores = score_anchors(
+        drafter,
+        head,
+        row,
+        response,
+        range(response.num_drafted),
+        wider,
+        slot_temperatures(options.drafter_temperature, drafter.config.block_size - 1),
+    )
+    # M = B + 1 children rank as M = B do: a child of rank B + 1 is in no tree of budget B
+    trees = build_trees(scores.top_log_probs, wider)
+    ranks = ranks_in(trees, scores.gold_child_ranks, scores.num_gold)
+    return Decisions(scores, trees, ranks, options.cost)

@@ -16,7 +16,7 @@ from evaluation.charts import (
     linear_axis,
     stacked_bars,
 )
-from evaluation.decode import STAGES
+from evaluation.clock import STAGES
 
 NUM_COLOURS = 7  # classes c0..c6 of the page; c7 is grey
 GREY = "c7"

@@ -15,7 +15,7 @@ from typing import Any
 
 from common.files import atomic_path, fields_of
 from evaluation.acceptance import PromptPasses
-from evaluation.decode import Acceptor
+from evaluation.acceptors import Acceptor
 from evaluation.live import LiveRecord
 from evaluation.replay import RowReplay
 

@@ -46,15 +46,18 @@ def make_missing(
     kind: RecordKind,
     entries: Sequence[RowEntry],
     ranks: Ranks,
-    make: Callable[[RowEntry], dict[str, Any]],
+    make: Callable[[Sequence[RowEntry]], Sequence[dict[str, Any]]],
+    group_size: int = 1,
 ) -> None:
-    """This rank's share (every world_size-th entry) of the records that are not there yet, each written when done."""
+    """This rank's share (every world_size-th entry) of the records that are not there yet, written group by group."""
     mine = entries[ranks.rank :: ranks.world_size]
     missing = [entry for entry in mine if not kind.path(entry).is_file()]
     progress = Progress(f"{kind.name} evaluation", len(mine), "prompts", len(mine) - len(missing))
-    for entry in missing:
-        write_json(kind.path(entry), make(entry))
-        progress.advance()
+    for start in range(0, len(missing), group_size):
+        group = missing[start : start + group_size]
+        for entry, record in zip(group, make(group), strict=True):
+            write_json(kind.path(entry), record)
+            progress.advance()
     progress.finish()
 
 

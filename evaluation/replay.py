@@ -11,21 +11,24 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
-from torch import Tensor
 
+from configs.schema import AcceptorName
 from data.features import FeatureRow
-from ddtree.build import TreeBatch, build_trees
-from ddtree.replay import accepted, chain_accepted, ranks_in, replay_walk
+from ddtree.build import build_trees
+from ddtree.cost import RoundCost
+from ddtree.replay import ranks_in, replay_walk
 from drafter.config import DrafterConfig
 from drafter.model import Drafter
 from evaluation.acceptance import Acceptance, PromptPasses, measure_acceptance
+from evaluation.acceptors import CHAIN_REJECTION, Acceptor, list_acceptors
 from evaluation.child_ranks import replay_child_ranks
-from evaluation.decode import CHAIN, Acceptor, tree_acceptor
-from evaluation.scores import SlotScores, find_responses, score_anchors
-from evaluation.sums import RECALL_AT, AcceptorOutcome, ReplaySums, recorded_nodes
+from evaluation.drafting import slot_temperatures
+from evaluation.outcomes import anchor_outcomes
+from evaluation.scores import find_responses, score_anchors
+from evaluation.sums import RECALL_AT, ReplaySums
 from target.head import TargetHead
 
 
@@ -33,17 +36,29 @@ from target.head import TargetHead
 class ReplayOptions:
     budgets: tuple[int, ...]
     """Increasing."""
-    drafter_temperature: float = 1.0
+    drafter_temperature: float | tuple[float, ...] = 1.0
+    """Of all slots, or one a slot."""
     max_new_tokens: int | None = None
     """Responses are cut here, as live decoding is."""
     anchors_per_forward: int = 256
     head_chunk_rows: int = 1024
     """Rows of logits alive at once."""
+    names: tuple[AcceptorName, ...] = ("chain", "tree")
+    """chain_rejection is passed over: what it would have drawn is not in a record."""
+    cost: RoundCost | None = None
+    """For tree_cost."""
+    compares_unfitted: bool = False
+    """Also sum up everything at drafter temperature 1, in a second pass over the vocabulary."""
 
     @property
     def acceptors(self) -> list[Acceptor]:
-        """The chain, then the tree at every budget: the order of all tables."""
-        return [CHAIN, *(tree_acceptor(budget) for budget in self.budgets)]
+        """In the order of all tables."""
+        listed = list_acceptors(self.names, self.budgets, self.cost)
+        return [acceptor for acceptor in listed if acceptor != CHAIN_REJECTION]
+
+    @property
+    def max_budget(self) -> int:
+        return max(*self.budgets, 0 if self.cost is None else self.cost.max_budget, 1)
 
 
 @dataclass(frozen=True)
@@ -115,6 +130,7 @@ def replay_row(
 ) -> RowReplay:
     """One prompt. Its responses (one a turn) are replayed apart, each from its own r_0, and their passes joined."""
     sums = empty_sums(drafter.config, options)
+    temperatures = slot_temperatures(options.drafter_temperature, drafter.config.block_size - 1)
     passes: dict[str, list[int]] = {acceptor.key: [] for acceptor in options.acceptors}
     child_ranks: dict[str, list[list[int]]] = {key: [] for key in passes}
     for response in find_responses(row.loss_mask, options.max_new_tokens):
@@ -128,13 +144,13 @@ def replay_row(
                 row,
                 response,
                 anchors,
-                num_children=max(*options.budgets, *RECALL_AT),
-                temperature=options.drafter_temperature,
+                num_children=max(options.max_budget, *RECALL_AT),
+                temperatures=temperatures,
                 head_chunk_rows=options.head_chunk_rows,
             )
-            trees = build_trees(scores.top_log_probs, max(options.budgets))
+            trees = build_trees(scores.top_log_probs, options.max_budget)
             ranks = ranks_in(trees, scores.gold_child_ranks, scores.num_gold)
-            found = anchor_outcomes(scores, ranks, trees, options)
+            found = anchor_outcomes(scores, trees, ranks, options.acceptors, options.cost)
             sums.add_anchors(scores, ranks, found, trees)
             gold_child_ranks += scores.gold_child_ranks.tolist()
             for key, outcome in found.items():
@@ -146,37 +162,11 @@ def replay_row(
     sums.add_prompt(
         [PromptPasses(row.sample_id, row.task, tuple(emitted)) for emitted in passes.values()]
     )
-    return RowReplay(row.sample_id, row.task, passes, child_ranks, sums)
-
-
-def anchor_outcomes(
-    scores: SlotScores, ranks: Tensor, trees: TreeBatch, options: ReplayOptions
-) -> dict[str, AcceptorOutcome]:
-    """Every acceptor at every anchor, by key. trees: the largest budget's, whose first B nodes are the tree of budget B."""
-    found = accepted_tokens(scores, ranks, options)
-    num_slots = scores.gold_log_probs.shape[1]
-    slots = torch.arange(1, num_slots + 1, device=ranks.device)
-    chain = scores.top_log_probs[..., 0].double().cumsum(1).exp()
-    expected = torch.where(slots <= scores.num_gold[:, None], chain, 0).sum(1)
-    num_nodes = torch.full_like(scores.num_gold, num_slots)
-    outcomes = {CHAIN.key: AcceptorOutcome(found[CHAIN.key], expected, num_nodes)}
-    probs = torch.where(recorded_nodes(trees, scores.num_gold), trees.scores.double().exp(), 0)
-    for budget in options.budgets:
-        key = tree_acceptor(budget).key
-        sizes = trees.num_nodes.clamp(max=budget)
-        outcomes[key] = AcceptorOutcome(found[key], probs[:, :budget].sum(1), sizes)
-    return outcomes
-
-
-def accepted_tokens(scores: SlotScores, ranks: Tensor, options: ReplayOptions) -> dict[str, Tensor]:
-    """Accepted draft tokens (N,) int64 by acceptor key, in the order of `options.acceptors`.
-
-    ranks: (N, L) int64, places of the recorded prefixes in the tree's total order (ddtree/replay.py).
-    """
-    found = {CHAIN.key: chain_accepted(scores.gold_child_ranks, scores.num_gold)}
-    for budget in options.budgets:
-        found[tree_acceptor(budget).key] = accepted(ranks, scores.num_gold, budget)
-    return found
+    unfitted = None
+    if options.compares_unfitted:
+        plain = replace(options, drafter_temperature=1.0, compares_unfitted=False)
+        unfitted = replay_row(drafter, head, row, plain).sums
+    return RowReplay(row.sample_id, row.task, passes, child_ranks, sums, unfitted)
 
 
 def empty_sums(config: DrafterConfig, options: ReplayOptions) -> ReplaySums:

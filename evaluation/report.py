@@ -8,9 +8,10 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from evaluation.acceptance import measure_acceptance
+from evaluation.acceptors import CHAIN, PLAIN
 from evaluation.agreement import lossless, parity, side_by_side
+from evaluation.clock import STAGES
 from evaluation.comparison import compare_prompts
-from evaluation.decode import CHAIN, PLAIN, STAGES
 from evaluation.live import LiveDecode, LiveRecord
 from evaluation.prompt_records import Kind, PromptRecord, by_kind, prompt_records
 from evaluation.replay import ReplayOptions, RowReplay

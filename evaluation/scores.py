@@ -61,10 +61,13 @@ def score_anchors(
     response: Response,
     anchors: range,
     num_children: int,
-    temperature: float = 1.0,
+    temperatures: Tensor | None = None,
     head_chunk_rows: int = 1024,
 ) -> SlotScores:
-    """Scores of the anchors r_i, i in `anchors`: one drafter forward, and one pass over the vocabulary for each slot."""
+    """Scores of the anchors r_i, i in `anchors`: one drafter forward, and one pass over the vocabulary for each slot.
+
+    temperatures: (L,) float32 of the slots; None: 1.
+    """
     device, config = head.head.device, drafter.config
     num_slots = config.block_size - 1
     input_ids = row.input_ids.to(device)
@@ -73,7 +76,7 @@ def score_anchors(
     num_gold = (last - positions).clamp(max=num_slots)
     slots = torch.arange(1, config.block_size, device=device)
     gold = input_ids[(positions[:, None] + slots).clamp(max=last)]  # (N, L); beyond num_gold unused
-    hidden = _forward(drafter, head, row.features.to(device), input_ids, positions)  # (N, L, H)
+    hidden = slot_states(drafter, head, row, positions)  # (N, L, H)
     num_children = min(num_children, len(head.head))
     found = sparse_log_probs(
         hidden.flatten(0, 1),
@@ -81,7 +84,7 @@ def score_anchors(
         gold.reshape(-1, 1),
         top_k=num_children,
         chunk_rows=head_chunk_rows,
-        temperature=temperature,
+        temperature=1.0 if temperatures is None else temperatures.to(device).repeat(len(anchors)),
     )
     assert found.top_log_probs is not None
     assert found.top_ids is not None
@@ -96,11 +99,10 @@ def score_anchors(
     )
 
 
-def _forward(
-    drafter: Drafter, head: TargetHead, features: Tensor, input_ids: Tensor, positions: Tensor
-) -> Tensor:
-    """Hidden states of slots 1..K-1 of the blocks at `positions`, (N, L, H); the row is one document."""
-    config, dtype = drafter.config, drafter.fc.weight.dtype
+def slot_states(drafter: Drafter, head: TargetHead, row: FeatureRow, positions: Tensor) -> Tensor:
+    """Hidden states of slots 1..K-1 of the blocks whose anchors stand at `positions` (N,), (N, L, H); the row is one document."""
+    config, dtype, device = drafter.config, drafter.fc.weight.dtype, positions.device
+    input_ids, features = row.input_ids.to(device), row.features.to(device)
     layout = BlockLayout(
         context_positions=torch.arange(len(input_ids), device=features.device)[None],
         context_documents=torch.zeros_like(input_ids)[None],

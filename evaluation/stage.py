@@ -7,6 +7,7 @@ records and writes report.json and report.html. Ranks and restarts do not change
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,13 +15,15 @@ from typing import Any
 import torch
 
 from common.distributed import Ranks, raise_together
-from common.files import remove_leftovers, write_json
+from common.files import remove_leftovers, sha256_file, write_json
 from common.fingerprint import fingerprint
 from configs.schema import Config
 from data.features import FeatureSet, RowEntry
 from drafter.model import Drafter
+from evaluation.costs import MeasuredCost, read_costs
 from evaluation.inputs import DrafterSource, open_test_features
-from evaluation.live import LiveSetup, choose_prompts, decode_prompt, make_setup, prompt_of
+from evaluation.live import choose_prompts, decode_prompts, prompt_of
+from evaluation.loading import LiveTarget
 from evaluation.page import write_page
 from evaluation.prompt_records import write_prompt_records
 from evaluation.records import (
@@ -35,9 +38,9 @@ from evaluation.records import (
 )
 from evaluation.replay import ReplayOptions, empty_sums, replay_row
 from evaluation.report import Identity, Measured, build_report
+from evaluation.tuning import Tuning, TuningFiles, fit_on_validation, settle
 from target.head import load_target_head
 from target.identity import target_identity
-from target.load import load_target
 
 logger = logging.getLogger(__name__)
 
@@ -62,11 +65,27 @@ class Work:
         return RecordKind(kind, self.folder / "records" / key[:16])
 
     @property
+    def tuning(self) -> TuningFiles:
+        return TuningFiles(self.records("live").folder, self.config.evaluation)
+
+    @property
     def options(self) -> ReplayOptions:
-        section = self.config.evaluation
+        """Of the replay; what was settled before it is read from its files."""
+        section, tuning = self.config.evaluation, self.tuning.read()
         return ReplayOptions(
-            tuple(sorted(set(section.budgets))), section.drafter_temperature, section.max_new_tokens
+            tuple(sorted(set(section.budgets))),
+            tuning.drafter_temperature,
+            section.max_new_tokens,
+            names=section.acceptors,
+            cost=tuning.cost,
+            compares_unfitted=self.tuning.needs_fit,
         )
+
+    @property
+    def group_size(self) -> int:
+        """Live prompts decoded between two saves: enough to keep the rows of a batch busy."""
+        batch = self.config.evaluation.live_batch_size
+        return batch if batch == 1 else 4 * batch
 
     @property
     def replay_entries(self) -> list[RowEntry]:
@@ -84,6 +103,9 @@ def plan_work(config: Config, ranks: Ranks, source: DrafterSource) -> Work:
     # the number of prompts is no part of a record: asking for more of them keeps those that are there
     section = config.evaluation.model_copy(update={"live_prompts": 0, "replay_prompts": 0})
     settings = [section.model_dump(mode="json"), features.settings, config.run.seed]
+    if section.cost_file is not None:
+        read_costs(section.cost_file)  # raises, naming the file
+        settings.append(sha256_file(section.cost_file))
     identity = Identity(
         target=fingerprint(target_identity(config.target)),
         drafter=source.fingerprint(),
@@ -101,10 +123,17 @@ def run_evaluation(work: Work) -> dict[str, Any] | None:
         if work.ranks.is_main:
             remove_leftovers(work.records("replay").folder)
     with raise_together(work.ranks):
-        drafter = work.source.load(device, dtype)
-        _replay(work, drafter, dtype)
+        live = LiveTarget(
+            work.config,
+            work.ranks,
+            work.source.load(device, dtype),
+            work.config.evaluation.dtype,
+        )
+    settle_tuning(work, live)
     with raise_together(work.ranks):
-        _decode_live(work, drafter)
+        _replay(work, live.drafter, dtype)
+    with raise_together(work.ranks):
+        _decode_live(work, live)
     report = None
     with raise_together(work.ranks):
         if work.ranks.is_main:
@@ -112,42 +141,60 @@ def run_evaluation(work: Work) -> dict[str, Any] | None:
     return report
 
 
+def settle_tuning(work: Work, live: LiveTarget) -> None:
+    """The main rank fits temperatures and measures costs if the recipe asks for them and they are not there. Collective."""
+    section, device = work.config.evaluation, work.ranks.device
+
+    def fit() -> dict[str, Any]:
+        dtype = live.drafter.fc.weight.dtype
+        head = load_target_head(work.features.checked_head(), device, dtype)
+        return fit_on_validation(live.drafter, head, work.features, section.fit_anchors)
+
+    def measure(tuning: Tuning) -> MeasuredCost:
+        first = work.features.of_split("test")[0]
+        return live.measure(tuning, prompt_of(work.features.read(first)))
+
+    with raise_together(work.ranks):
+        if work.ranks.is_main:
+            settle(work.tuning, fit, measure)
+
+
 def _replay(work: Work, drafter: Drafter, dtype: torch.dtype) -> None:
     head = load_target_head(work.features.checked_head(), work.ranks.device, dtype)
+    options = work.options
 
-    def make(entry: RowEntry) -> dict[str, Any]:
-        return replay_to_json(replay_row(drafter, head, work.features.read(entry), work.options))
+    def make(group: Sequence[RowEntry]) -> list[dict[str, Any]]:
+        rows = [work.features.read(entry) for entry in group]
+        return [replay_to_json(replay_row(drafter, head, row, options)) for row in rows]
 
     make_missing(work.records("replay"), work.replay_entries, work.ranks, make)
 
 
-def _decode_live(work: Work, drafter: Drafter) -> None:
+def _decode_live(work: Work, live: LiveTarget) -> None:
     """The target loads only if a record is missing."""
     kind, entries = work.records("live"), work.live_entries
     if all(kind.path(entry).is_file() for entry in entries):
         return
-    setup = live_setup(work.config, work.ranks, drafter, work.config.evaluation.dtype)
+    setup = live.setup(work.tuning.read())
 
-    def make(entry: RowEntry) -> dict[str, Any]:
-        return live_to_json(decode_prompt(setup, prompt_of(work.features.read(entry))))
+    def make(group: Sequence[RowEntry]) -> list[dict[str, Any]]:
+        prompts = [prompt_of(work.features.read(entry)) for entry in group]
+        return [live_to_json(record) for record in decode_prompts(setup, prompts)]
 
-    make_missing(kind, entries, work.ranks, make)
-
-
-def live_setup(config: Config, ranks: Ranks, drafter: Drafter, dtype: str) -> LiveSetup:
-    """The target in `dtype`, with the attention that takes a tree mask."""
-    target = load_target(config.target, ranks.device, dtype=dtype, attention="sdpa")
-    return make_setup(target, drafter, config.evaluation, config.run.seed)
+    make_missing(kind, entries, work.ranks, make, work.group_size)
 
 
 def write_report(work: Work) -> dict[str, Any]:
     """report.json and report.html from the records on disk. Raises FileNotFoundError if one is missing."""
     replayed = list(read_all(work.records("replay"), work.replay_entries, replay_from_json))
     live = list(read_all(work.records("live"), work.live_entries, live_from_json))
-    sums = empty_sums(work.source.config, work.options)
+    options = work.options
+    sums = empty_sums(work.source.config, options)
     for row in replayed:
         sums += row.sums
-    measured = Measured(work.options, replayed, live, sums, _record_temperature(work.config))
+    cost = work.tuning.read_costs().round_seconds() if work.tuning.needs_costs else None
+    temperature = _record_temperature(work.config)
+    measured = Measured(options, replayed, live, sums, temperature, cost)
     records = measured.prompt_records()
     report = build_report(work.identity, measured, records)
     report["prompts"] = write_prompt_records(work.folder, records)
@@ -192,6 +239,6 @@ def _facts(config: Config, source: DrafterSource, features: FeatureSet) -> dict[
         "feature codec": str(features.settings["codec"]),
         "test rows": str(len(features.of_split("test"))),
         "live dtype": section.dtype,
-        "drafter temperature": f"{section.drafter_temperature:g}",
+        "drafter temperature": str(section.drafter_temperature),
         "max new tokens": str(section.max_new_tokens),
     }

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
+from evaluation.acceptors import PLAIN, Acceptor
 from evaluation.bootstrap import interval
 from evaluation.child_ranks import count_child_ranks
-from evaluation.decode import PLAIN, Acceptor
 from evaluation.prompt_records import PromptRecord, by_kind
 from evaluation.sums import BIN_EDGES, RECALL_AT, ReplaySums
 

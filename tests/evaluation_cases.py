@@ -12,7 +12,7 @@ from data.features import FeatureRow
 from ddtree.verify import TreeVerifier
 from drafter.config import drafter_config
 from drafter.model import BlockLayout, Drafter, block_embeddings
-from evaluation.decode import DecodeSettings
+from evaluation.decoded import DecodeSettings
 from evaluation.parity import record_row
 from target.generate import Sampling, generate_batch
 from target.head import TargetHead

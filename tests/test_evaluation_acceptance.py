@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from evaluation.acceptance import PromptPasses, acceptance_sums, measure_acceptance
-from evaluation.decode import cut
+from evaluation.rounds import cut
 
 
 def prompt(*passes: int, name: str = "p") -> PromptPasses:

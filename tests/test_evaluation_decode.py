@@ -12,15 +12,10 @@ from conftest import FAMILIES
 from evaluation_cases import MAX_NEW_TOKENS, Case, make_case
 
 from configs.schema import Config
-from evaluation.decode import (
-    CHAIN,
-    STAGES,
-    Acceptor,
-    Decoded,
-    decode_plain,
-    decode_with_tree,
-    tree_acceptor,
-)
+from evaluation.acceptors import CHAIN, Acceptor, tree_acceptor
+from evaluation.clock import STAGES
+from evaluation.decode import decode_plain, decode_with_tree
+from evaluation.decoded import Decoded
 from evaluation.scores import Response, score_anchors
 from target.generate import Sampling, sampling_probs
 from target.load import Target

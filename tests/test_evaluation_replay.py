@@ -16,7 +16,8 @@ from ddtree.build import build_tree
 from ddtree.tree import chain_tree
 from ddtree.walk import walk_tree
 from drafter.model import BlockLayout, block_embeddings
-from evaluation.decode import CHAIN, Acceptor, decode_with_tree, tree_acceptor
+from evaluation.acceptors import CHAIN, Acceptor, tree_acceptor
+from evaluation.decode import decode_with_tree
 from evaluation.parity import compare_passes
 from evaluation.records import replay_from_json, replay_to_json
 from evaluation.replay import ReplayOptions, empty_sums, replay_row, replay_rows

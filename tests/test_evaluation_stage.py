@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -98,9 +98,14 @@ def test_report_has_the_promised_names_and_a_sound_result(tiny_run: TinyRun) -> 
         ("replay", "chain", None),
         ("replay", "tree", 4),
         ("replay", "tree", 8),
+        ("replay", "tree_spine", 4),
+        ("replay", "tree_spine", 8),
+        ("replay", "tree_cost", 8),
         ("live", "plain", None),
         ("live", "chain", None),
         ("live", "tree", 8),
+        ("live", "tree_spine", 8),
+        ("live", "tree_cost", 8),
     }
     [share] = [row["stage_share"] for row in report["rows"] if _is(row, "live", "tree", "all")]
     assert sum(share.values()) == pytest.approx(1)
@@ -148,9 +153,9 @@ def test_two_ranks_make_each_record_once(tmp_path: Path, tiny_run: TinyRun) -> N
     entries, made = tiny_run.work.features.of_split("test"), []
     kind = RecordKind("replay", tmp_path)
 
-    def make(entry: RowEntry) -> dict[str, Any]:
-        made.append(entry.sample_id)
-        return {}
+    def make(group: Sequence[RowEntry]) -> list[dict[str, Any]]:
+        made.extend(entry.sample_id for entry in group)
+        return [{} for _ in group]
 
     for rank in range(2):
         make_missing(kind, entries, Ranks(rank, 2, rank, torch.device("cpu")), make)
@@ -161,8 +166,8 @@ def test_losslessness_command_covers_both_drafters(tiny_run: TinyRun) -> None:
     other = DrafterSource(None, drafter_config(tiny_run.config), seed=9)
     result = run_lossless(tiny_run.work, [tiny_run.work.source, other], num_prompts=2)
     assert result is not None
-    # 2 prompts, 2 drafters, the chain and one tree
-    assert (result["num_prompts"], result["num_equal"], result["num_decodes"]) == (2, 2, 8)
+    # 2 prompts, 2 drafters; both chains, and one tree of each kind
+    assert (result["num_prompts"], result["num_equal"], result["num_decodes"]) == (2, 2, 20)
     assert "2 of 2 prompts" in lossless_lines(result)[0]
 
 

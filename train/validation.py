@@ -8,7 +8,7 @@ from common.distributed import Ranks, raise_together, sum_over_ranks
 from configs.schema import Config
 from data.features import FeatureSet, RowEntry
 from drafter.model import Drafter
-from evaluation.decode import CHAIN
+from evaluation.acceptors import CHAIN
 from evaluation.replay import replay_rows
 from evaluation.sums import ReplaySums
 from target.head import TargetHead
@@ -30,7 +30,7 @@ def validate(
             head,
             (features.read(entry) for entry in own),
             sorted({*config.evaluation.budgets, config.train.tree_budget}),
-            drafter_temperature=config.evaluation.drafter_temperature,
+            drafter_temperature=config.evaluation.unfitted_temperature,
             head_chunk_rows=config.train.head_chunk_rows,
         )
     return result.sums.with_flat(sum_over_ranks(result.sums.flat()))

@@ -1,0 +1,125 @@
+"""What an evaluation settles before it begins: the drafter's temperatures and the cost of a round.
+
+Both are found once, by the main rank, and kept beside the records that depend on them: every rank, and every run that
+continues this evaluation, reads the same numbers.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from common.files import fields_of, read_json, write_json
+from common.fingerprint import fingerprint
+from configs.schema import EvaluationSection
+from data.features import FeatureSet
+from ddtree.cost import RoundCost
+from drafter.model import Drafter
+from evaluation.calibration import TemperatureFit, fit_temperatures
+from evaluation.costs import MeasuredCost, read_costs
+from target.head import TargetHead
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Tuning:
+    drafter_temperature: float | tuple[float, ...] = 1.0
+    """Of all slots, or one a slot, fitted."""
+    cost: RoundCost | None = None
+    """For tree_cost; None where it is not evaluated."""
+
+
+@dataclass(frozen=True)
+class TuningFiles:
+    """Where an evaluation keeps what it settled."""
+
+    folder: Path
+    section: EvaluationSection
+
+    @property
+    def temperatures(self) -> Path:
+        return self.folder / "temperatures.json"
+
+    @property
+    def costs(self) -> Path:
+        """Measured here, or the file that the recipe names."""
+        return self.section.cost_file or self.folder / "costs.json"
+
+    @property
+    def needs_fit(self) -> bool:
+        return self.section.drafter_temperature == "fit"
+
+    @property
+    def needs_costs(self) -> bool:
+        return "tree_cost" in self.section.acceptors
+
+    def read(self) -> Tuning:
+        """Raises FileNotFoundError or ValueError in one line if something is missing or broken."""
+        temperature = self.section.drafter_temperature
+        return Tuning(
+            _read_temperatures(self.temperatures) if temperature == "fit" else temperature,
+            self.read_costs().round_cost() if self.needs_costs else None,
+        )
+
+    def read_costs(self) -> MeasuredCost:
+        return read_costs(self.costs)
+
+
+def settle(
+    files: TuningFiles,
+    fit: Callable[[], dict[str, Any]],
+    measure: Callable[[Tuning], MeasuredCost],
+) -> None:
+    """Make what is missing: `fit` gives temperatures.json, `measure` the costs with those temperatures. Main rank only."""
+    if files.needs_fit and not files.temperatures.is_file():
+        write_json(files.temperatures, fit())
+    if files.needs_costs and not files.costs.is_file():
+        temperature = files.section.drafter_temperature
+        found = _read_temperatures(files.temperatures) if temperature == "fit" else temperature
+        write_json(files.costs, measure(Tuning(found)).to_json())
+
+
+def fit_on_validation(
+    drafter: Drafter, head: TargetHead, features: FeatureSet, num_anchors: int
+) -> dict[str, Any]:
+    """temperatures.json: the fit and what it was made on. Raises ValueError without validation rows."""
+    entries = features.of_split("validation")
+    if not entries:
+        raise ValueError(
+            "evaluation.drafter_temperature=fit needs validation rows and the features have none; raise "
+            "data.validation_fraction and run data and extract again, or give a number"
+        )
+    entries = entries[:num_anchors]
+    rows = (features.read(entry) for entry in entries)
+    found = fit_temperatures(drafter, head, rows, -(-num_anchors // len(entries)))
+    logger.info("%s", _describe(found))
+    fitted_on = {
+        "split": "validation",
+        "num_rows": len(entries),
+        "rows": fingerprint([entry.sample_id for entry in entries]),
+    }
+    return asdict(found) | {"fitted_on": fitted_on}
+
+
+def _describe(fit: TemperatureFit) -> str:
+    before, after = (_mean(losses, fit.num_tokens) for losses in (fit.nll_before, fit.nll_after))
+    values = ", ".join(f"{value:.2f}" for value in fit.temperatures)
+    return (
+        f"drafter temperatures a slot fitted on {max(fit.num_tokens)} validation anchors: {values}; "
+        f"loss {before:.4f} -> {after:.4f} nats a token"
+    )
+
+
+def _mean(values: Sequence[float], counts: Sequence[int]) -> float:
+    return sum(v * n for v, n in zip(values, counts, strict=True)) / sum(counts)
+
+
+def _read_temperatures(path: Path) -> tuple[float, ...]:
+    remedy = "remove it and run `./launch.sh evaluate` again"
+    value = read_json(path, remedy)
+    with fields_of(path, remedy):
+        return tuple(float(item) for item in value["temperatures"])
