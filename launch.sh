@@ -18,6 +18,7 @@ usage: ./launch.sh COMMAND [CONFIG] [section.key=value ...]
   evaluate CONFIG    live and replayed acceptance lengths of chain and tree -> report.html
   export   CONFIG    checkpoint -> folder that vLLM and SGLang serve, verified
   convert  IN [OUT]  a drafter folder in another format (--to zlab | speculators); without OUT: what IN is
+  ablation FILE      losses side by side: the same warm start, data, steps and anchors, held-out prompts replayed
   report   CONFIG    write the report again from what evaluate recorded
   compare  A B       two evaluated runs or reports, prompt by prompt: paired differences with intervals
 
@@ -131,6 +132,7 @@ main() {
     report) setup; exec .venv/bin/python -m evaluation "$@" --report-only ;;
     convert) setup; exec .venv/bin/python -m export.convert "$@" ;;
     compare) setup; exec .venv/bin/python -m evaluation.compare "$@" ;;
+    ablation) setup; exec .venv/bin/python -m train.ablation "$@" ;;
     plan) setup; exec .venv/bin/python -m train.plan "$@" ;;
     data | extract | train | evaluate | export)
       setup

@@ -1,0 +1,166 @@
+"""The ablation harness: who starts where, who is judged on what, the arithmetic of the table, and what a second start does."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from train_runs import ONE_RANK, make_config
+
+from configs.load import load_config
+from data.features import open_features
+from drafter.folder import load_drafter, resolve_checkpoint
+from train.ablation.judge import (
+    Judgement,
+    divide_prompts,
+    judge_run,
+    judgement_path,
+    read_judgement,
+)
+from train.ablation.runs import AblationRun, variants, warmups
+from train.ablation.settings import Ablation, read_ablation
+from train.ablation.table import ablation_rows, markdown
+from train.engine import join_process_group
+from train.loop import train_drafter
+
+ROOT = Path(__file__).parent.parent
+FILES = sorted((ROOT / "configs" / "ablation").glob("*.yaml"))
+
+
+def make_ablation(folder: Path, **changes: object) -> Ablation:
+    make_config(folder)  # the recipe and its features
+    values: dict[str, object] = {
+        "recipe": folder / "tiny.yaml",
+        "output_dir": folder / "ablation",
+        "warmup_steps": 3,
+        "steps": 4,
+        "seeds": (0, 1),
+        "variants": {"ce": ("train.loss=ce",), "tree": ("train.loss=tree",)},
+        "baseline": "ce",
+        "budgets": (4, 8),
+        "headline_budget": 8,
+        "fit_fraction": 0.5,
+        "confirm_fraction": 0.0,
+    }
+    return Ablation.model_validate(values | changes)
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
+def test_every_ablation_loads_and_so_does_every_variant(path: Path) -> None:
+    ablation = read_ablation(path)
+    assert ablation.output_dir.name == path.stem
+    for overrides in ablation.variants.values():
+        load_config(ROOT / ablation.recipe, [*ablation.overrides, *overrides])
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"baseline": "kl"}, "'kl' is no variant; choose from ce, tree"),
+        ({"headline_budget": 64}, "headline_budget=64 is not in budgets"),
+        ({"fit_fraction": 0.6, "confirm_fraction": 0.4}, "below 1"),
+        ({"seed": 3}, "seed: Extra inputs"),
+    ],
+)
+def test_mistakes_are_one_line(tmp_path: Path, change: dict[str, object], message: str) -> None:
+    good = yaml.safe_load((ROOT / "configs" / "ablation" / "debug.yaml").read_text())
+    path = tmp_path / "wrong.yaml"
+    path.write_text(yaml.safe_dump(good | change))
+    with pytest.raises(ValueError, match=message) as caught:
+        read_ablation(path)
+    assert "\n" not in str(caught.value)
+
+
+def test_prompt_sets_share_no_row_and_new_rows_move_no_old_one(tmp_path: Path) -> None:
+    ablation = make_ablation(tmp_path, fit_fraction=0.3, confirm_fraction=0.3)
+    features = open_features(tmp_path / "run" / "features")
+    template = features.entries[0]
+    features.entries = [
+        replace(template, sample_id=f"row-{index}", split="test") for index in range(200)
+    ]
+    few = divide_prompts(features, ablation)
+    sets = [{entry.sample_id for entry in rows} for rows in vars(few).values()]
+    assert set.union(*sets) == {entry.sample_id for entry in features.entries}
+    assert sum(map(len, sets)) == 200
+    assert all(30 < len(rows) < 110 for rows in sets)
+    features.entries += [
+        replace(template, sample_id=f"more-{index}", split="test") for index in range(50)
+    ]
+    many = divide_prompts(features, ablation)
+    for name, rows in vars(few).items():
+        assert {entry.sample_id for entry in rows} <= {e.sample_id for e in vars(many)[name]}
+
+
+def write_judgement(run: AblationRun, passes: dict[str, list[int]]) -> None:
+    """Equal for chain and trees, before and after the fit."""
+    keys = ["chain", "tree-4", "tree-8"]
+    by_key = {prompt: dict.fromkeys(keys, emitted) for prompt, emitted in passes.items()}
+    judgement = Judgement("x", (1.0,) * 4, dict.fromkeys(passes, "toy"), by_key, by_key)
+    run.folder.mkdir(parents=True)
+    judgement_path(run, "judge").write_text(json.dumps(vars(judgement)))
+
+
+def test_the_table_averages_seeds_then_pairs_prompts(tmp_path: Path) -> None:
+    """ce: prompts a and b accept 2 and 4 with both seeds; tree: 3 and 4, then 2 and 5."""
+    ablation = make_ablation(tmp_path)
+    for seed, tree in ((0, {"a": [3, 3], "b": [4]}), (1, {"a": [2], "b": [6, 4]})):
+        write_judgement(AblationRun(ablation, "ce", seed), {"a": [2], "b": [3, 5]})
+        write_judgement(AblationRun(ablation, "tree", seed), tree)
+    rows = ablation_rows(ablation, "judge")
+    assert len(rows) == 2 * 2 * 3  # variants, before and after, acceptors
+    [row] = [r for r in rows if (r.variant, r.acceptor, r.fitted) == ("tree", "tree-8", True)]
+    assert row.acceptance == pytest.approx((2.5 + 4.5) / 2)
+    assert row.relative == pytest.approx(3.5 / 3 - 1)
+    assert row.relative_by_seed == pytest.approx((3.5 / 3 - 1, 3.5 / 3 - 1))
+    assert row.relative_ci95 is not None
+    low, high = row.relative_ci95
+    # both prompts are better, by 1/4 and by 1/8: so is every draw of them
+    assert 0.12 < low <= row.relative <= high < 0.26
+    [base] = [r for r in rows if (r.variant, r.acceptor, r.fitted) == ("ce", "tree-8", True)]
+    assert (base.relative, base.relative_ci95) == (0, (0, 0))
+    assert "| `tree` | 3.500 | 3.500 | 3.500 | +16.7 % |" in markdown(ablation, rows)
+
+
+def test_every_variant_continues_the_warmup_on_the_same_data_and_is_judged_once(
+    tmp_path: Path,
+) -> None:
+    join_process_group(ONE_RANK)
+    ablation = make_ablation(tmp_path, seeds=(1,))
+    [warmup] = warmups(ablation)
+    warmup.share_features()
+    train_drafter(warmup.config(), ONE_RANK)
+    start = resolve_checkpoint(warmup.folder / "checkpoints", "last")
+    configs = {run.name: run.config() for run in variants(ablation)}
+    assert {Path(str(config.train.init_from)) for config in configs.values()} == {start}
+    assert {config.run.seed for config in configs.values()} == {1}
+    shared = [config.train.model_dump(exclude={"loss"}) for config in configs.values()]
+    assert shared[0] == shared[1]
+    run = next(run for run in variants(ablation) if run.name == "tree")
+    run.share_features()
+    train_drafter(run.config(), ONE_RANK)
+    first = json.loads((run.folder / "logs" / "train.jsonl").read_text().splitlines()[0])
+    assert first["train/loss_share"] == 0
+    before, after = (
+        load_drafter(resolve_checkpoint(r.folder / "checkpoints", "last"), "cpu", torch.float32)
+        for r in (warmup, run)
+    )
+    assert not before.fc.weight.equal(after.fc.weight)
+
+    judge_run(run, "judge", ONE_RANK)
+    path = judgement_path(run, "judge")
+    made = path.stat().st_mtime_ns
+    judge_run(run, "judge", ONE_RANK)
+    assert path.stat().st_mtime_ns == made
+    found = read_judgement(run, "judge")
+    sets = divide_prompts(open_features(run.folder / "features"), ablation)
+    assert list(found.raw) == list(found.fitted) == [entry.sample_id for entry in sets.judge]
+    assert {key for keys in found.raw.values() for key in keys} == {"chain", "tree-4", "tree-8"}
+    # a temperature a slot never changes a slot's order: the chain is the same before and after
+    assert [k["chain"] for k in found.raw.values()] == [k["chain"] for k in found.fitted.values()]
+    other = ablation.model_copy(update={"budgets": (8,)})
+    judge_run(AblationRun(other, "tree", 1), "judge", ONE_RANK)
+    assert path.stat().st_mtime_ns != made

@@ -1,0 +1,88 @@
+"""`python -m train.ablation FILE`: train every variant of every seed, replay held-out prompts, write the table."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from pathlib import Path
+
+from common.command import StageParser, run_command
+from train.ablation.settings import Ablation, read_ablation
+
+
+def main(options: argparse.Namespace) -> None:
+    ablation = read_ablation(Path(options.file))
+    if options.run is not None:
+        _one_run(ablation, options)
+        return
+    # after the file is known to be good: these imports take seconds
+    from common.files import write_json
+    from data.features import open_features
+    from train.ablation.judge import divide_prompts
+    from train.ablation.runs import AblationRun, base_config, variants, warmups
+    from train.ablation.schedule import make_features, run_all
+    from train.ablation.table import ablation_rows, markdown, to_json, training_curves
+
+    make_features(ablation)
+    sets = divide_prompts(open_features(base_config(ablation).run.folder / "features"), ablation)
+    counts = ", ".join(f"{len(rows)} {name}" for name, rows in vars(sets).items())
+    print(f"held-out prompts: {counts}; {len(variants(ablation))} runs of {ablation.steps} steps")
+    if options.confirm:
+        if not ablation.confirm or not sets.confirm:
+            raise ValueError(f"{options.file}: --confirm needs `confirm` variants and prompts")
+        names = dict.fromkeys([ablation.baseline, *ablation.confirm])
+        runs = [AblationRun(ablation, n, seed) for seed in ablation.seeds for n in names]
+        run_all(Path(options.file), runs, options.jobs, ["--confirm"])
+    else:
+        run_all(Path(options.file), warmups(ablation), options.jobs, [])
+        run_all(Path(options.file), variants(ablation), options.jobs, [])
+    name = "confirm" if options.confirm else "ablation"
+    rows = ablation_rows(ablation, "confirm" if options.confirm else "judge")
+    folder = ablation.output_dir
+    result = {"name": name, "settings": ablation.model_dump(mode="json"), "rows": to_json(rows)}
+    write_json(folder / f"{name}.json", result)
+    write_json(folder / "curves.json", training_curves(ablation))
+    table = markdown(ablation, rows)
+    (folder / f"{name}.md").write_text(table, encoding="utf-8")
+    print(table)
+    print(f"written to {folder / name}.md and .json, training curves to {folder / 'curves.json'}")
+
+
+def _one_run(ablation: Ablation, options: argparse.Namespace) -> None:
+    """A process of `run_all`."""
+    import torch
+
+    from common.distributed import distributed, end_with_parent
+
+    end_with_parent(os.getppid())
+    if not torch.cuda.is_available():
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    from train.ablation.judge import judge_run
+    from train.ablation.runs import WARMUP, AblationRun
+    from train.loop import train_drafter
+
+    run = AblationRun(ablation, options.run, options.seed)
+    run.share_features()
+    config = run.config()
+    with distributed(config.run.cpu_threads) as ranks:
+        train_drafter(config, ranks)
+        if run.name != WARMUP:
+            judge_run(run, "confirm" if options.confirm else "judge", ranks)
+
+
+def parser() -> argparse.ArgumentParser:
+    found = StageParser(prog="./launch.sh ablation", description=__doc__)
+    found.add_argument("file", help="an ablation, e.g. configs/ablation/debug.yaml")
+    found.add_argument("--jobs", type=int, default=1, help="runs at once (default 1)")
+    found.add_argument(
+        "--confirm",
+        action="store_true",
+        help="judge the file's `confirm` variants on the prompts that nothing has read yet: once, at the end",
+    )
+    found.add_argument("--run", help=argparse.SUPPRESS)
+    found.add_argument("--seed", type=int, default=0, help=argparse.SUPPRESS)
+    found.add_argument("--debug", action="store_true", help="show the traceback of an error")
+    return found
+
+
+run_command(parser(), main)

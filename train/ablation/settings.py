@@ -1,0 +1,72 @@
+"""What an ablation compares: a base recipe, its variants as overrides, seeds, and how held-out prompts are divided."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import Field, NonNegativeInt, PositiveInt, ValidationError, model_validator
+
+from configs.schema import Fraction, Section
+
+
+class Ablation(Section):
+    recipe: Path
+    """The base recipe. All runs read its features; they are made (data, extract) if they are not there."""
+    overrides: tuple[str, ...] = ()
+    """`section.key=value`, for the features and for every run."""
+    output_dir: Path
+    warmup_steps: PositiveInt
+    """Steps of decayed cross-entropy that all variants of a seed start from."""
+    steps: PositiveInt
+    """Steps of every variant, on its own loss from the second one on."""
+    seeds: tuple[NonNegativeInt, ...] = Field(min_length=1)
+    variants: dict[str, tuple[str, ...]] = Field(min_length=2)
+    """Overrides by name."""
+    baseline: str
+    """The variant the others are compared with."""
+    budgets: tuple[PositiveInt, ...] = (8, 16, 32, 64, 128)
+    """Tree budgets replayed; the chain is replayed besides."""
+    headline_budget: PositiveInt = 64
+    fit_fraction: Fraction = 0.25
+    """Share of the held-out rows (validation and test) on which drafter temperatures are fitted."""
+    confirm_fraction: Fraction = 0.25
+    """Share that nothing reads before `--confirm`."""
+    max_prompts: PositiveInt = 400
+    """Rows judged, and rows confirmed on, at most."""
+    fit_anchors_per_row: PositiveInt = 32
+    confirm: tuple[str, ...] = ()
+    """Variants that `--confirm` judges; decide on them before you look."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Ablation:
+        unknown = {self.baseline, *self.confirm} - set(self.variants)
+        if unknown:
+            raise ValueError(
+                f"{min(unknown)!r} is no variant; choose from {', '.join(self.variants)}"
+            )
+        if "warmup" in self.variants:
+            raise ValueError("a variant cannot be named 'warmup': that is the run they start from")
+        if self.headline_budget not in self.budgets:
+            raise ValueError(f"headline_budget={self.headline_budget} is not in budgets")
+        if self.fit_fraction + self.confirm_fraction >= 1:
+            raise ValueError(
+                "fit_fraction + confirm_fraction must be below 1: some rows are judged"
+            )
+        return self
+
+
+def read_ablation(path: Path) -> Ablation:
+    """Raises FileNotFoundError or ValueError in one line."""
+    if not path.is_file():
+        raise FileNotFoundError(f"no ablation file {path}; see configs/ablation/")
+    try:
+        value: Any = yaml.safe_load(path.read_text(encoding="utf-8"))
+        return Ablation.model_validate(value)
+    except yaml.YAMLError as error:
+        raise ValueError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from error
+    except ValidationError as error:
+        first = error.errors()[0]
+        key = ".".join(str(part) for part in first["loc"])
+        raise ValueError(f"{path}: {key}: {first['msg'].removeprefix('Value error, ')}") from error
