@@ -21,7 +21,7 @@ from ddtree_cases import (
 from torch import Tensor
 from transformers import DynamicCache
 
-from ddtree import gdn
+from ddtree import gdn, gdn_layers, nodes
 from ddtree.tree import DraftTree, chain_tree
 from ddtree.verify import TreeVerifier
 from target.load import Target
@@ -218,3 +218,47 @@ def test_the_models_own_forward_is_back_whatever_happens() -> None:
     hook.remove()
     assert torch.equal(plain_logits(target, torch.tensor([1, 2, 3])), plain)
     assert not any("forward" in vars(module) for module in target.model.modules())
+
+
+def _state_of_the_root(states: Tensor, writes: object, paths: nodes.PathBatch) -> None:
+    """A commit that forgets."""
+
+
+def _without_ancestors(self: nodes.NodeBatch, width: int) -> Tensor:
+    """Each node's own column and the cached ones: what a convolution that knows no tree would see."""
+    columns = torch.arange(width).expand(*self.tokens.shape, width).clone()
+    columns[..., -1] = width - 1 + torch.arange(self.num_nodes)
+    return columns
+
+
+def _decay_in_order(self: nodes.NodeBatch) -> Tensor:
+    return torch.ones(self.num_nodes, self.num_nodes).triu().double().expand(len(self.tokens), -1, -1)
+
+
+def _siblings_seen(self: nodes.NodeBatch) -> Tensor:
+    return torch.ones(self.num_nodes, self.num_nodes).tril().bool().expand(len(self.tokens), -1, -1)
+
+
+_FAULTS = {
+    "commit forgets": (gdn_layers, "commit_states", _state_of_the_root),
+    "convolution along the list": (nodes.NodeBatch, "convolution_columns", _without_ancestors),
+    "decay summed in order": (nodes.NodeBatch, "ancestor_weights", property(_decay_in_order)),
+    "siblings seen": (nodes.NodeBatch, "ancestors", property(_siblings_seen)),
+    "positions in order": (
+        nodes.NodeBatch,
+        "rope_positions",
+        property(lambda self: self.committed[:, None] + torch.arange(self.num_nodes)),
+    ),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("fault", _FAULTS)
+def test_the_check_at_start_sees_each_of_these_faults(
+    monkeypatch: pytest.MonkeyPatch, fault: str, dtype: torch.dtype
+) -> None:
+    target = make_target("qwen3_5", dtype)
+    TreeVerifier(target, TAPS)  # without a fault it is silent
+    monkeypatch.setattr(*_FAULTS[fault])
+    with pytest.raises(ValueError, match="differ from a plain forward"):
+        TreeVerifier(target, TAPS)
