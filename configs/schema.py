@@ -206,9 +206,9 @@ class SourceSection(Section):
     messages_column: str = "messages"
     """Column with the conversation (list of {role, content}); `conversations` with {from, value} is understood too."""
     prompt_column: str | None = None
-    """Column with a bare user prompt, instead of a conversation."""
+    """Column with a bare user prompt, instead of a conversation; of a list of turns the first."""
     prompt_template: str | None = None
-    """User prompt made of columns, e.g. `{instruction} {input}`, instead of a conversation. Empty columns leave no gap."""
+    """User prompt made of columns, e.g. `{instruction} {input}`, instead of a conversation. Braces as in str.format."""
     response_column: str | None = None
     """Column with the answer to a bare prompt, for data.responses.generate=false."""
     system_column: str | None = None
@@ -395,8 +395,19 @@ class TrainSection(Section):
     """Documents an optimizer step, over all ranks and micro-batches. Ranks never change it."""
     micro_batch_samples: PositiveInt = 1
     """Documents a forward on one rank."""
+    pack_tokens: PositiveInt | None = None
+    """Context tokens of a forward: documents are packed up to it, in constant shapes, and micro_batch_samples is not used.
+    null: micro_batch_samples documents, padded to the longest."""
+    pack_blocks: PositiveInt | None = None
+    """Blocks of a packed forward; with pack_tokens only."""
     num_anchors: PositiveInt = 512
     """Blocks a document and step; fewer if the response is shorter."""
+    anchors: Literal["uniform", "walk"] = "uniform"
+    """uniform over response tokens; walk: a share of them where verify passes of the drafter as it is really start."""
+    walk_share: Fraction = 0.5
+    """walk: at most this share of a document's blocks is at such starts, the rest uniform."""
+    walk_refresh_steps: PositiveInt = 200
+    """walk: the coming documents are replayed again every so many steps, a forward over all their response tokens."""
     max_tokens: PositiveInt = 4096
     """Longer documents are cut here in training."""
     loss: LossName | dict[LossName, float] = "tree"
@@ -483,6 +494,18 @@ class TrainSection(Section):
             raise ValueError(
                 f"train.global_batch_samples={self.global_batch_samples} is not a multiple of "
                 f"train.micro_batch_samples={self.micro_batch_samples}"
+            )
+        if (self.pack_tokens is None) != (self.pack_blocks is None):
+            raise ValueError(
+                f"train.pack_tokens={self.pack_tokens} and train.pack_blocks={self.pack_blocks}: give both or neither"
+            )
+        if self.pack_tokens is not None and self.pack_tokens < self.max_tokens:
+            raise ValueError(
+                f"train.pack_tokens={self.pack_tokens} does not hold a document of train.max_tokens={self.max_tokens}"
+            )
+        if self.pack_blocks is not None and self.pack_blocks < self.num_anchors:
+            raise ValueError(
+                f"train.pack_blocks={self.pack_blocks} does not hold train.num_anchors={self.num_anchors} blocks"
             )
         if self.lr_warmup_fraction + (self.lr_decay_fraction if self.schedule == "wsd" else 0) > 1:
             raise ValueError("train.lr_warmup_fraction + train.lr_decay_fraction exceed 1")

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import re
+import string
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +20,7 @@ from data.packages import PACKAGES_FOLDER
 from data.sources import Places, Row, read_blocks
 
 Message = dict[str, Any]
-"""At least `role` and `content`; further keys (tool_calls, reasoning_content, name) go to the chat template as they are."""
+"""At least `role` and `content`; of further keys those that chat templates read (see _TEMPLATE_KEYS)."""
 
 _ROLES = {
     "human": "user",
@@ -32,6 +33,8 @@ _ROLES = {
     "function_response": "tool",
     "observation": "tool",
 }
+# sets of real people's chats carry addresses and browsers beside the text: none of that belongs in a corpus
+_TEMPLATE_KEYS = ("name", "reasoning_content", "tool_calls", "tool_call_id")
 _KNOWN_ROLES = ("system", "user", "assistant", "tool")
 
 
@@ -130,10 +133,11 @@ def _bare_messages(
 
 
 def _filled(template: str, columns: dict[str, Any], where: str, source: SourceSection) -> str:
-    def cell(match: re.Match[str]) -> str:
-        return _text_in(columns, match[1], where, source, may_be_empty=True)
-
-    text = re.sub(r"\{([^{}]+)\}", cell, template)
+    """Braces as in str.format, column names only; doubled ones stand for themselves."""
+    text = ""
+    for literal, column, _, _ in string.Formatter().parse(template):
+        cell = "" if column is None else _text_in(columns, column, where, source, may_be_empty=True)
+        text += literal + cell
     return re.sub(r"\n{3,}", "\n\n", text).strip()
 
 
@@ -147,6 +151,10 @@ def _text_in(
     text = columns.get(column)
     if text is None and may_be_empty and column in columns:
         return ""
+    if isinstance(text, list) and text and all(isinstance(turn, str) for turn in text):
+        text = text[
+            0
+        ]  # the user's turns without answers, as MT-Bench has them: the first can be answered
     if not isinstance(text, str):
         raise _shape_error(where, source, f"no text in column {column!r}", columns)
     return _unicode(text, where)
@@ -194,7 +202,8 @@ def _message_of(turn: Any, where: str, source: SourceSection) -> Message:
         raise _shape_error(where, source, f"unknown role {role!r}", turn)
     if given.get("tool_calls"):
         given["tool_calls"] = _tool_calls_of(given["tool_calls"], where, source)
-    return {"role": role, "content": _unicode(content, where), **given}
+    kept = {key: given[key] for key in _TEMPLATE_KEYS if key in given}
+    return {"role": role, "content": _unicode(content, where), **kept}
 
 
 def _tool_calls_of(calls: Any, where: str, source: SourceSection) -> list[dict[str, Any]]:

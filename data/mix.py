@@ -42,6 +42,18 @@ class Mix:
         self.entries[row.source] = dataclasses.asdict(sums)
 
 
+def plan_data(data: DataSection) -> list[str]:
+    """The data section of a plan: the mix, and what nobody has checked or pinned."""
+    lines = mix_table(data)
+    if names := unverified(data):
+        lines.append(f"licence, size and columns unverified: {', '.join(names)}")
+    if names := unpinned(data):
+        lines.append(
+            f"{len(names)} hub sources name no commit, so the hub may change them; ./launch.sh data CONFIG --pin writes it"
+        )
+    return lines
+
+
 def mix_table(data: DataSection) -> list[str]:
     """The recipe's mix as lines of text: samples and tokens as stated, a line a source, then by category."""
     head = f"{'source':<24}{'category':<14}{'read':>11}{'take':>10}{'share':>7}{'tokens':>9}{'thinking':>10}  licence"

@@ -14,6 +14,7 @@ from common.command import run_command, stage_parser
 from configs.load import load_config
 from configs.schema import Config
 from data.corpus import CorpusManifest, manifest_path, read_corpus_manifest
+from data.mix import plan_data
 from drafter.config import default_target_layer_ids
 from extract.plan import format_bytes, plan_extract
 
@@ -195,7 +196,11 @@ def plan_train(config: Config, corpus: CorpusManifest | None = None) -> TrainPla
 
 def main(options: argparse.Namespace) -> None:
     config = load_config(options.config, options.overrides)
-    sections = {"extract": plan_extract(config).lines(), "train": plan_train(config).lines()}
+    sections = {
+        "data": plan_data(config.data),
+        "extract": plan_extract(config).lines(),
+        "train": plan_train(config).lines(),
+    }
     for name, lines in sections.items():
         sys.stdout.write("\n".join([name, *(f"  {line}" for line in lines)]) + "\n")
 
