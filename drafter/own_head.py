@@ -6,6 +6,7 @@ what is measured or trained here would not be what is served.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 from torch import Tensor
@@ -18,9 +19,15 @@ ROWS = 16_384
 """Rows compared at a time, so that no second copy of a large head is alive."""
 
 
-def require_targets_own(folder: Path, target: TargetHead) -> None:
-    """Raises ValueError if the folder carries an embedding or head that is not the target's, in the target's dtype."""
+def require_targets_own(folder: Path, read_target: Callable[[], TargetHead]) -> None:
+    """Raises ValueError if the folder carries an embedding or head that is not the target's, in the target's dtype.
+
+    read_target: called only if the folder carries one.
+    """
     weights = find_weights(folder, find_drafter_folder(folder).config)
+    if not {EMBEDDING, HEAD} & weights.file_of.keys():
+        return
+    target = read_target()
     for name, wanted in ((EMBEDDING, target.embedding), (HEAD, target.head)):
         if name in weights.file_of:
             row = first_difference(weights.read(name), wanted)

@@ -19,6 +19,8 @@ from drafter.folder import (
     resolve_checkpoint,
 )
 from drafter.model import Drafter
+from drafter.own_head import require_targets_own
+from target.head import load_target_head
 from target.identity import target_identity
 
 
@@ -39,6 +41,13 @@ class DrafterSource:
         if self.folder is None:
             return fingerprint([asdict(self.config), self.seed])
         return drafter_fingerprint(self.folder)
+
+    def require_target(self, features: FeatureSet) -> None:
+        """Raises ValueError if a self-contained folder carries another embedding or head than the features' target."""
+        if self.folder is not None:
+            require_targets_own(
+                self.folder, lambda: load_target_head(features.checked_head(), "cpu", None)
+            )
 
     def load(self, device: torch.device, dtype: torch.dtype) -> Drafter:
         """On `device`, without gradients."""

@@ -100,6 +100,7 @@ class Work:
 def plan_work(config: Config, ranks: Ranks, source: DrafterSource) -> Work:
     """Open the features and identify everything. Raises before any model loads if something does not fit."""
     features = open_test_features(config)
+    source.require_target(features)
     # the number of prompts is no part of a record: asking for more of them keeps those that are there
     section = config.evaluation.model_copy(update={"live_prompts": 0, "replay_prompts": 0})
     settings = [section.model_dump(mode="json"), features.settings, config.run.seed]

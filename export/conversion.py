@@ -61,14 +61,15 @@ def convert_folder(
     read = checked_reader(weights, found.config, found.values)
     stored = weights.read("fc.weight").dtype
     config = _complete(found, target)
-    head = None
-    if target is not None and (self_contained or weights.targets):
-        head = own_head(target.folder)
-        require_targets_own(source, head)
-    if self_contained and head is None:
+    if self_contained and target is None:
         raise ValueError("a self-contained folder holds the target's embedding and head: --target")
+    head = None
+    if target is not None:
+        files = target.folder
+        require_targets_own(source, lambda: own_head(files))
+        head = own_head(files) if self_contained else None
     verifier = found.verifier if target is None else verifier_of(target.name, target.folder)
-    output = Output(to, verifier, head if self_contained else None)
+    output = Output(to, verifier, head)
     with atomic_path(out) as aside:
         write_folder(aside, config, read, dtype or stored, output)
         notes = [*notes_of(found, weights), *_copy_others(source, aside, weights)]

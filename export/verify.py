@@ -85,7 +85,7 @@ def verify_export(job: VerifyJob) -> Verification:
     head = load_target_head(features.checked_head(), device, None)
     check_head(head, config)
     require_same_head(head, job.target)
-    require_targets_own(job.export, head)
+    require_targets_own(job.export, lambda: head)
     drafter = load_drafter(job.export, device, torch.float32)
     rows = [_Row.of(row, head, config) for row in _rows(features, job.num_rows)]
     if not rows:

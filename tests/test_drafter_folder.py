@@ -398,14 +398,14 @@ def test_transformers_bookkeeping_and_neutral_values_are_no_notes(tmp_path, capl
 def test_a_copy_of_the_targets_head_must_be_the_targets(tmp_path):
     folder = write(tmp_path / "drafter")
     target = TargetHead(torch.randn(50, 32), torch.randn(50, 32))
-    require_targets_own(folder, target)  # none is carried
+    require_targets_own(folder, lambda: target)  # none is carried
     own = {"embed_tokens.weight": target.embedding, "lm_head.weight": target.head}
     tensors(lambda s: s.update(own))(folder)
-    require_targets_own(folder, target)
+    require_targets_own(folder, lambda: target)
     other = target.head.clone()
     other[7, 0] += 1
     with pytest.raises(ValueError, match=r"lm_head.weight is not the target's .*differ at token 7"):
-        require_targets_own(folder, TargetHead(target.embedding, other))
+        require_targets_own(folder, lambda: TargetHead(target.embedding, other))
 
 
 @pytest.mark.parametrize("config", [TINY, ALL_FULL], ids=["sliding", "full"])

@@ -267,7 +267,7 @@ def test_self_contained_folders_load_in_both_with_the_targets_head(
     tmp_path, case, target_folder, form
 ):
     folder = export(tmp_path / "own", case.drafter, target_folder, form, head=case.head)
-    require_targets_own(folder, case.head)
+    require_targets_own(folder, lambda: case.head)
     wanted = our_logits(load_drafter(folder, "cpu", torch.float32), case, 3, ANCHORS)
     assert difference(wanted, our_logits(case.drafter, case, 3, ANCHORS)) == 0
     if form == "zlab":

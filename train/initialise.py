@@ -17,9 +17,12 @@ from torch import Tensor
 from common.files import read_json
 from common.fingerprint import require_equal
 from configs.schema import Config
+from data.features import FeatureSet
 from drafter.config import DrafterConfig, drafter_config
 from drafter.folder import load_drafter
 from drafter.model import Drafter
+from drafter.own_head import require_targets_own
+from target.head import load_target_head
 from target.load import target_folder
 
 TARGET_LAYERS = "target_layers"
@@ -63,6 +66,15 @@ def from_folder(folder: Path, wanted: DrafterConfig) -> Drafter:
         "copy its values into the recipe's drafter section",
     )
     return drafter
+
+
+def require_same_target(config: Config, features: FeatureSet) -> None:
+    """Raises ValueError if a self-contained `train.init_from` folder carries another embedding or head than the features'."""
+    source = config.train.init_from
+    if source is not None and source != TARGET_LAYERS:
+        require_targets_own(
+            Path(source), lambda: load_target_head(features.checked_head(), "cpu", None)
+        )
 
 
 def from_target_layers(drafter: Drafter, config: DrafterConfig, target: Path) -> Drafter:

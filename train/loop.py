@@ -6,7 +6,8 @@ import contextlib
 import logging
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -20,11 +21,11 @@ from data.features import FeatureSet, RowEntry, open_features
 from data.settings import require_same_data
 from drafter.model import Drafter
 from target.head import TargetHead, load_target_head
-from train.batches import Batcher, MicroBatch, accumulation_steps, prefetched
+from train.batches import Batcher, MicroBatch, accumulation_steps, prefetched, samples_from
 from train.checkpoint import Checkpoints, TrainState
 from train.engine import DTYPES, Engine
 from train.full_state import plain_drafter
-from train.initialise import initial_drafter
+from train.initialise import initial_drafter, require_same_target
 from train.objective import BatchSums
 from train.resume import find_start, run_settings
 from train.schedule import is_decay_start, learning_rate, loss_share
@@ -33,6 +34,7 @@ from train.stop import StopRequest
 from train.tracking import Tracker
 from train.validation import validate, validation_metrics
 from train.vocabulary import training_head
+from train.walks import WalkStarts, find_walk_starts
 
 logger = logging.getLogger(__name__)
 
@@ -75,6 +77,7 @@ def _train(config: Config, ranks: Ranks, inputs: Inputs) -> None:
         if ranks.is_main:
             inputs.checkpoints.forget_after(first_step)
         drafter = initial_drafter(config)
+        require_same_target(config, inputs.features)
         head = load_target_head(
             inputs.features.checked_head(), ranks.device, DTYPES[config.train.dtype]
         )
@@ -124,7 +127,8 @@ class Run:
         self.config, self.ranks, self.inputs, self.head = config, ranks, inputs, head
         train = config.train
         num_micro_batches = train.global_batch_samples // train.micro_batch_samples
-        if num_micro_batches % ranks.world_size and ranks.is_main:
+        is_packed = train.pack_tokens is not None  # then a step has as many as its documents fill
+        if num_micro_batches % ranks.world_size and ranks.is_main and not is_packed:
             logger.warning(
                 "%d micro-batches a step for %d ranks: some ranks idle; a multiple would be faster",
                 num_micro_batches,
@@ -200,13 +204,39 @@ class Run:
     def batches(self) -> Iterator[list[MicroBatch]]:
         """This rank's micro-batches of every step that is left; a row that cannot be read stops every rank."""
         count = self.config.train.global_batch_samples
-        left = self.config.train.steps - self.state.step
-        positions = range(self.state.samples, self.state.samples + left * count, count)
-        loaded = prefetched(self.batcher.load, iter(positions), self.config.run.cpu_threads)
-        for _ in positions:
-            with raise_together(self.ranks):
-                batches = next(loaded)
-            yield batches
+        for steps in self.windows():
+            first = self.state.samples
+            positions = range(first, first + steps * count, count)
+            loaded = prefetched(self.batcher.load, iter(positions), self.config.run.cpu_threads)
+            for _ in positions:
+                with raise_together(self.ranks):
+                    batches = next(loaded)
+                yield batches
+
+    def windows(self) -> Iterator[int]:
+        """Steps until the anchors' walk starts are found anew, or all that are left."""
+        train = self.config.train
+        if train.anchors == "uniform":
+            yield train.steps - self.state.step
+            return
+        every = train.walk_refresh_steps
+        while self.state.step < train.steps:
+            steps = min(every - self.state.step % every, train.steps - self.state.step)
+            if self.state.step % every == 0 or not self.state.walk_starts:
+                with self.clock.paused():
+                    self.state.walk_starts = self.find_walk_starts(steps)
+            self.batcher = replace(self.batcher, walk_starts=self.state.walk_starts)
+            yield steps
+
+    def find_walk_starts(self, steps: int) -> WalkStarts:
+        """Of the documents of the next `steps` steps."""
+        train = self.config.train
+        count = steps * train.global_batch_samples
+        samples = samples_from(self.inputs.entries, self.config.run.seed, self.state.samples, count)
+        entries = [sample.entry for sample in samples]
+        return find_walk_starts(
+            plain_drafter(self.engine), self.head, self.inputs.features, entries, train, self.ranks
+        )
 
     def require_finite(self, outcome: StepOutcome) -> None:
         """Raises ValueError on every rank, before the optimizer has moved."""
@@ -225,12 +255,9 @@ class Run:
     def count(self, outcome: StepOutcome) -> None:
         state, sums = self.state, outcome.sums
         state.mean_weight = sums.weight / sums.slots
-        state.window = [
-            a + b
-            for a, b in zip(
-                state.window or [0.0] * len(vars(sums)), vars(sums).values(), strict=True
-            )
-        ]
+        # a checkpoint from before a sum existed has a shorter window
+        window = zip_longest(state.window, vars(sums).values(), fillvalue=0.0)
+        state.window = [a + b for a, b in window]
         state.step += 1
         state.samples += self.config.train.global_batch_samples
         self.clock.steps += 1
@@ -254,6 +281,11 @@ class Run:
             "train/epoch": self.state.samples / len(self.inputs.entries),
             **self.clock.lap(),
         }
+        if sums.candidates:
+            metrics["train/anchor_coverage"] = sums.blocks / sums.candidates
+            metrics["train/padding"] = 1 - sums.context / sums.padded_context
+        if self.config.train.anchors == "walk":
+            metrics["train/walk_anchors"] = sums.at_starts / sums.blocks
         if sums.tree_blocks:
             metrics["train/tree_hits"] = sums.tree / sums.tree_blocks
         if self.tracker:
