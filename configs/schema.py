@@ -192,7 +192,7 @@ class SourceSection(Section):
     kind: SourceKind
     path: str | None = None
     """jsonl, json, csv, parquet: file, folder or glob (.gz too for text). datasets: hub id or local folder. packages: a recipe
-    name of data/recipes.py."""
+    name of data/recipes.py; its rows have the columns messages, group (of the row's name, the part before the first /), tools."""
     revision: str | None = None
     """`datasets` only: commit hash; `./launch.sh data CONFIG --pin` writes it."""
     dataset_split: str = "train"

@@ -32,6 +32,8 @@ class Recipe:
     license: str
     read: Callable[[Wheel], Rows]
     """(row's name, messages) of each prompt in the wheel, in a fixed order."""
+    tools: Callable[[Wheel], dict[str, list[dict[str, Any]]]] | None = None
+    """Function schemas by row's name."""
 
 
 def recipe_named(name: str | None) -> Recipe:
@@ -50,6 +52,16 @@ def read_recipe(name: str, folder: Path = PACKAGES_FOLDER) -> Rows:
     assert path is not None, f"{recipe.package.requirement} was not fetched"
     with Wheel(path) as wheel:
         yield from recipe.read(wheel)
+
+
+def read_tools(name: str, folder: Path = PACKAGES_FOLDER) -> dict[str, list[dict[str, Any]]]:
+    """Function schemas of a recipe's rows, by their names; empty for most."""
+    recipe = recipe_named(name)
+    path = recipe.package.wheel(folder)
+    if recipe.tools is None or path is None:
+        return {}
+    with Wheel(path) as wheel:
+        return recipe.tools(wheel)
 
 
 def read_fallback(name: str, file: Path = FALLBACK_FILE) -> Rows:
@@ -181,6 +193,59 @@ def _ifbench(wheel: Wheel) -> Rows:
         yield row["key"], _user(re.sub(r"[ \t]+", " ", row["prompt"]))
 
 
+_WORLD = ("dutch", "french", "german", "italian", "japanese", "korean", "portuguese", "spanish")
+
+
+def _chatterbot_world(wheel: Wheel) -> Rows:
+    """First lines of the dialogues in other languages than English."""
+    for language in _WORLD:
+        for name in wheel.names(f"chatterbot_corpus/data/{language}/", ".yml"):
+            dialogues = yaml.safe_load(wheel.text(name))["conversations"]
+            for number, dialogue in enumerate(dialogues):
+                text = str(dialogue[0])
+                if len(text) >= (5 if language in ("japanese", "korean") else 15):
+                    yield f"{language}/{Path(name).stem}/{number}", _user(text)
+
+
+_BFCL_FILES = ("live_simple", "live_multiple", "multiple", "parallel", "simple_python")
+
+
+def _bfcl_rows(wheel: Wheel) -> Iterator[dict[str, Any]]:
+    for file in _BFCL_FILES:
+        for _, row in json_lines(wheel.text(f"bfcl_eval/data/BFCL_v4_{file}.json")):
+            yield row
+
+
+def _bfcl(wheel: Wheel) -> Rows:
+    """Questions that call for one or several of the functions beside them."""
+    for row in _bfcl_rows(wheel):
+        yield row["id"], row["question"][0]
+
+
+def _bfcl_tools(wheel: Wheel) -> dict[str, list[dict[str, Any]]]:
+    return {
+        row["id"]: [
+            {"type": "function", "function": _json_schema(function)} for function in row["function"]
+        ]
+        for row in _bfcl_rows(wheel)
+    }
+
+
+def _json_schema(value: Any) -> Any:
+    """These schemas are written with Python's names of types where JSON schema has its own."""
+    names = {"dict": "object", "float": "number", "tuple": "array", "any": "string"}
+    if isinstance(value, list):
+        return [_json_schema(item) for item in value]
+    if not isinstance(value, dict):
+        return value
+    return {
+        key: names.get(item, item)
+        if key == "type" and isinstance(item, str)
+        else _json_schema(item)
+        for key, item in value.items()
+    }
+
+
 RECIPES = {
     "chatterbot": Recipe(
         Package(
@@ -262,5 +327,24 @@ RECIPES = {
         ),
         "ODC-By-1.0",
         _ifbench,
+    ),
+    "chatterbot_world": Recipe(
+        Package(
+            "chatterbot-corpus",
+            "1.3.3",
+            "86de5300afb9a80826386339d3bec79c0a72eb0358abb8327e2ecef5ae0ce154",
+        ),
+        "BSD-3-Clause",
+        _chatterbot_world,
+    ),
+    "bfcl": Recipe(
+        Package(
+            "bfcl-eval",
+            "2026.3.23",
+            "3bb6dfa5f0c68ad403c9ec50b00db2bb3b4cc9b38ab1ff33f48fe30d853d3a0a",
+        ),
+        "Apache-2.0",
+        _bfcl,
+        _bfcl_tools,
     ),
 }

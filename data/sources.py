@@ -22,7 +22,7 @@ import pyarrow.parquet as pq
 from common.files import sha256_file
 from configs.schema import SourceSection
 from data.packages import PACKAGES_FOLDER
-from data.recipes import read_fallback, read_recipe, recipe_named
+from data.recipes import read_fallback, read_recipe, read_tools, recipe_named
 
 BLOCK_ROWS = 2048
 _SHUFFLE_BUFFER = 10_000
@@ -130,9 +130,10 @@ def _package_rows(source: SourceSection, places: Places) -> Iterator[Row]:
     recipe = recipe_named(source.path)
     name = source.path or ""
     rows = read_fallback(name) if places.offline else read_recipe(name, places.packages_folder)
+    tools = {} if places.offline else read_tools(name, places.packages_folder)
     for row, messages in rows:
-        where = f"{recipe.package.requirement} {row}"
-        yield Row(where, {source.messages_column: messages}, recipe.license)
+        columns = {"messages": messages, "group": row.partition("/")[0], "tools": tools.get(row)}
+        yield Row(f"{recipe.package.requirement} {row}", columns, recipe.license)
 
 
 def _files(source: SourceSection) -> list[Path]:
