@@ -16,7 +16,7 @@ from common.files import write_json
 from evaluation.html import card, facts, heading, section, table, text, with_interval, write_html
 from evaluation.pairing import compare_evaluations, read_evaluation
 from evaluation.plots import Palette, acceptor_name, by_budget
-from evaluation.report import ALL_TASKS
+from evaluation.prompt_records import ALL_TASKS
 from evaluation.summary import aligned
 
 VERDICT_KINDS = {"better": "good", "worse": "bad", "no difference shown": ""}

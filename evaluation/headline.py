@@ -7,7 +7,7 @@ from typing import Any
 
 from evaluation.html import card
 from evaluation.plots import acceptor_name
-from evaluation.report import ALL_TASKS
+from evaluation.prompt_records import ALL_TASKS
 from evaluation.speed import measured_rows
 
 TRUE_WITHIN = 0.1

@@ -8,10 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from common.files import fields_of, read_json
-from evaluation.acceptors import PLAIN
 from evaluation.comparison import compare_prompts
-from evaluation.prompt_records import Kind, PromptRecord, by_kind, read_prompt_records
-from evaluation.report import ALL_TASKS
+from evaluation.prompt_records import ALL_TASKS, Kind, PromptRecord, by_kind, read_prompt_records
 
 REMEDY = "evaluate the run first, or write its report again with `./launch.sh report`"
 
@@ -58,7 +56,7 @@ def compare_evaluations(first: Evaluation, second: Evaluation) -> dict[str, Any]
     """
     _require_same_settings(first, second)
     kinds, others = by_kind(first.records), by_kind(second.records)
-    shared = [kind for kind in kinds if kind in others and kind.acceptor != PLAIN.name]
+    shared = [kind for kind in kinds if kind in others and not kind.is_plain]
     if not shared:
         raise ValueError(
             f"{first.path} and {second.path} share no acceptor and budget; set evaluation.budgets alike"

@@ -16,13 +16,11 @@ from evaluation.charts import (
     linear_axis,
     stacked_bars,
 )
-from evaluation.clock import STAGES
 
 NUM_COLOURS = 7  # classes c0..c6 of the page; c7 is grey
 GREY = "c7"
-STAGE_COLOURS: Mapping[str, tuple[str, float]] = {
-    stage: (f"c{index}", 1.0) for index, stage in zip((1, 6, 2, 0, 7), STAGES, strict=True)
-}
+STAGE_COLOURS = ("c1", "c6", "c2", "c0", "c7")
+"""In the order of the stages."""
 CHILD_GROUPS = ((1, 1), (2, 2), (3, 3), (4, 4), (5, 8), (9, 16), (17, None))
 """Choices shown together, first and last, from 1."""
 
@@ -162,7 +160,9 @@ def stage_chart(live: Sequence[Mapping[str, Any]]) -> str:
         parts = {stage: share * pass_ms for stage, share in row["stage_share"].items()}
         name = f"{acceptor_name(row)}, T={row['temperature']:g}"
         bars.append(Bar(name, parts, f"{pass_ms:.3g} ms"))
-    return stacked_bars("milliseconds a pass", bars, STAGE_COLOURS, lambda ms: f"{ms:.3g}")
+    stages = dict.fromkeys(stage for bar in bars for stage in bar.parts)
+    colours = {stage: (STAGE_COLOURS[i % 5], 1.0) for i, stage in enumerate(stages)}
+    return stacked_bars("milliseconds a pass", bars, colours, lambda ms: f"{ms:.3g}")
 
 
 def child_rank_chart(rows: Sequence[Mapping[str, Any]]) -> str:

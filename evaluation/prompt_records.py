@@ -1,24 +1,23 @@
 """prompts.jsonl beside report.json: what every prompt did, a line a prompt, acceptor, mode and temperature.
 
 With it two drafters are compared prompt by prompt (evaluation/compare.py). report.json carries its sha256, so that the two
-files are known to belong together.
+files are known to belong together. Imports no torch: a comparison answers at once.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from common.files import atomic_path, fields_of
 from evaluation.acceptance import PromptPasses
-from evaluation.acceptors import Acceptor
-from evaluation.live import LiveRecord
-from evaluation.replay import RowReplay
 
+ALL_TASKS = "all"
+"""The task of rows over all prompts."""
 FILE = "prompts.jsonl"
 REMEDY = "write it again with `./launch.sh report`"
 
@@ -31,6 +30,11 @@ class Kind:
     temperature: float | None
     acceptor: str
     budget: int | None
+
+    @property
+    def is_plain(self) -> bool:
+        """The target alone: nothing is drafted."""
+        return self.acceptor == "plain"
 
 
 @dataclass(frozen=True)
@@ -55,38 +59,6 @@ class PromptRecord:
     @property
     def as_passes(self) -> PromptPasses:
         return PromptPasses(self.prompt_id, self.task, tuple(self.passes))
-
-
-def prompt_records(
-    acceptors: Sequence[Acceptor],
-    replayed: Sequence[RowReplay],
-    record_temperature: float | None,
-    live: Sequence[LiveRecord],
-) -> Iterator[PromptRecord]:
-    for row in replayed:
-        for acceptor in acceptors:
-            yield PromptRecord(
-                "replay",
-                record_temperature,
-                acceptor.name,
-                acceptor.budget,
-                row.prompt_id,
-                row.task,
-                row.passes[acceptor.key],
-                row.child_ranks[acceptor.key],
-            )
-    for record in live:
-        for decode in record.decodes:
-            yield PromptRecord(
-                "live",
-                decode.temperature,
-                decode.acceptor,
-                decode.budget,
-                record.prompt_id,
-                record.task,
-                decode.passes,
-                decode.child_ranks,
-            )
 
 
 def by_kind(records: Iterable[PromptRecord]) -> dict[Kind, list[PromptRecord]]:

@@ -3,23 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from evaluation.acceptance import measure_acceptance
-from evaluation.acceptors import CHAIN, PLAIN
+from evaluation.acceptors import CHAIN
 from evaluation.agreement import lossless, parity, side_by_side
 from evaluation.clock import STAGES
 from evaluation.comparison import compare_prompts
 from evaluation.live import LiveDecode, LiveRecord
-from evaluation.prompt_records import Kind, PromptRecord, by_kind, prompt_records
+from evaluation.prompt_records import ALL_TASKS, Kind, PromptRecord, by_kind
 from evaluation.replay import ReplayOptions, RowReplay
 from evaluation.speed import RoundSeconds, modelled_rows
 from evaluation.sums import ReplaySums
 from evaluation.tree_quality import calibration, child_rank_rows, recall_rows, survival_rows
-
-ALL_TASKS = "all"
 
 
 @dataclass(frozen=True)
@@ -48,11 +46,36 @@ class Measured:
     """Where it was measured."""
 
     def prompt_records(self) -> list[PromptRecord]:
-        return list(
-            prompt_records(
-                self.options.acceptors, self.replayed, self.record_temperature, self.live
-            )
-        )
+        """Replayed prompts first, acceptors in the order of all tables."""
+        return [*self._replayed_records(), *self._live_records()]
+
+    def _replayed_records(self) -> Iterator[PromptRecord]:
+        for row in self.replayed:
+            for acceptor in self.options.acceptors:
+                yield PromptRecord(
+                    "replay",
+                    self.record_temperature,
+                    acceptor.name,
+                    acceptor.budget,
+                    row.prompt_id,
+                    row.task,
+                    row.passes[acceptor.key],
+                    row.child_ranks[acceptor.key],
+                )
+
+    def _live_records(self) -> Iterator[PromptRecord]:
+        for record in self.live:
+            for decode in record.decodes:
+                yield PromptRecord(
+                    "live",
+                    decode.temperature,
+                    decode.acceptor,
+                    decode.budget,
+                    record.prompt_id,
+                    record.task,
+                    decode.passes,
+                    decode.child_ranks,
+                )
 
     def unfitted(self) -> ReplaySums | None:
         """The sums at drafter temperature 1, where a fit is used."""
@@ -111,7 +134,7 @@ def gain_rows(records: Sequence[PromptRecord]) -> list[dict[str, Any]]:
     rows = []
     for kind, found in kinds.items():
         chain = kinds.get(dataclasses.replace(kind, acceptor=CHAIN.name, budget=None))
-        if chain is None or kind.acceptor in (PLAIN.name, CHAIN.name):
+        if chain is None or kind.is_plain or kind.acceptor == CHAIN.name:
             continue
         compared = compare_prompts(
             [record.as_passes for record in chain], [record.as_passes for record in found]

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from evaluation.acceptors import PLAIN, Acceptor
+from evaluation.acceptors import Acceptor
 from evaluation.bootstrap import interval
 from evaluation.child_ranks import count_child_ranks
 from evaluation.prompt_records import PromptRecord, by_kind
@@ -35,7 +35,7 @@ def child_rank_rows(records: Sequence[PromptRecord]) -> list[dict[str, Any]]:
     """share[r-1]: of the draft tokens that decoding emitted, how many were the drafter's r-th choice at their depth."""
     rows = []
     for kind, found in by_kind(records).items():
-        if kind.acceptor == PLAIN.name:
+        if kind.is_plain:
             continue
         counts = count_child_ranks(ranks for record in found for ranks in record.child_ranks)
         total = sum(counts)
@@ -65,7 +65,7 @@ def calibration(
     ]
     return {
         "accepted_per_anchor": [
-            _named(acceptor) | _expectation(index, sums, parts)
+            _named(acceptor) | _expectation(index, acceptor.key, sums, parts)
             for index, acceptor in enumerate(acceptors)
         ],
         "nodes": bins,
@@ -73,13 +73,17 @@ def calibration(
     }
 
 
-def _expectation(index: int, sums: ReplaySums, parts: Sequence[ReplaySums]) -> dict[str, Any]:
+def _expectation(
+    index: int, key: str, sums: ReplaySums, parts: Sequence[ReplaySums]
+) -> dict[str, Any]:
+    acceptance = sums.acceptance_of(key)
     num_anchors = max(float(sums.num_anchors), 1.0)
     predicted, realised = float(sums.predicted[index]), float(sums.realised[index])
     return {
         "predicted": predicted / num_anchors,
         "realised": realised / num_anchors,
         "num_nodes": float(sums.num_nodes[index]) / num_anchors,
+        "acceptance_macro": acceptance.macro if acceptance.num_prompts else None,
         "ratio": predicted / realised if realised else None,
         "ratio_ci95": _ratio_interval(index, parts),
     }
