@@ -32,7 +32,7 @@ from ddtree.nodes import NodeBatch, PathBatch
 
 _NORM_EPS = 1e-6
 """Inside the square root, as the models' own kernels have it."""
-_SUBSTITUTION_FROM = 160
+_SUBSTITUTION_FROM = 112
 """Nodes from which summing over ancestors beats the dense solve on a CPU (bench/tree_verify.py --core)."""
 
 
@@ -90,28 +90,34 @@ def tree_delta_rule(
 
 def commit_states(states: Tensor, writes: Sequence[TreeWrites], paths: PathBatch) -> None:
     """Advance the states of all layers, (L, R, Hv, dk, dv), down one path a row, in place: a rank-P update, no replay."""
-    num_layers, _, num_heads, dk, dv = states.shape
-    nodes = paths.nodes[None, :, None, :, None]  # (1, R, 1, P, 1)
-    keys = _of_path(torch.stack([w.keys for w in writes]), nodes)  # (L, R, Hk, P, dk)
-    updates = _of_path(torch.stack([w.updates for w in writes]), nodes)  # (L, R, Hv, P, dv)
-    log_decay = _of_path(
-        torch.stack([w.log_decay for w in writes])[..., None], nodes
-    )  # (..., P, 1)
+    dk, dv = states.shape[-2:]
+    keys = on_path([w.keys for w in writes], paths.nodes)  # (L, R, Hk, P, dk)
+    updates = on_path([w.updates for w in writes], paths.nodes)  # (L, R, Hv, P, dv)
+    log_decay = on_path([w.log_decay[..., None] for w in writes], paths.nodes)  # (L, R, Hv, P, 1)
     counts = paths.is_on_path.sum(1)
-    last = (
-        (counts - 1).clamp_min(0)[None, :, None, None, None].expand(num_layers, -1, num_heads, 1, 1)
-    )
-    total = log_decay.gather(3, last)  # (L, R, Hv, 1, 1): c of each path's end
-    off_path = ~paths.is_on_path[None, :, None, :, None]
+    last = (counts - 1).clamp_min(0)[:, None, None, None]
+    total = torch.take_along_dim(log_decay, last[None], dim=3)  # (L, R, Hv, 1, 1): c of the ends
+    off_path = ~paths.is_on_path[:, None, :, None]
     weights = (total - log_decay).masked_fill_(off_path, -torch.inf).exp_().to(states.dtype)
-    total = total.masked_fill((counts == 0)[None, :, None, None, None], 0.0)  # an idle row stays
-    repeats = num_heads // keys.shape[2]
+    total = total.masked_fill((counts == 0)[:, None, None, None], 0.0)  # an idle row stays
+    repeats = states.shape[2] // keys.shape[2]
     with true_float32():
         states.mul_(total.exp().to(states.dtype))
         states.view(-1, dk, dv).baddbmm_(
             (keys.repeat_interleave(repeats, dim=2) * weights).flatten(0, 2).mT,
             updates.flatten(0, 2),
         )
+
+
+def on_path(values: Sequence[Tensor], places: Tensor) -> Tensor:
+    """The values (R, ..., T, d) of L layers at `places` (R, P): (L, R, ..., P, d).
+
+    A GPU is better off with two kernels over all nodes, a CPU with few bytes.
+    """
+    index = places.view(places.shape[0], *[1] * (values[0].ndim - 3), -1, 1)
+    if places.device.type == "cuda":
+        return torch.take_along_dim(torch.stack(list(values)), index[None], dim=-2)
+    return torch.stack([torch.take_along_dim(value, index, dim=-2) for value in values])
 
 
 def tree_convolution(
@@ -196,12 +202,6 @@ def _reads(keys: Tensor, queries: Tensor, states: Tensor) -> tuple[Tensor, Tenso
     found = (both @ states.unflatten(1, (keys.shape[1], -1))).flatten(1, 2)
     key_reads, query_reads = found.split(keys.shape[2], dim=2)
     return key_reads, query_reads
-
-
-def _of_path(values: Tensor, nodes: Tensor) -> Tensor:
-    """(L, R, heads, T, d) at each row's path nodes: (L, R, heads, P, d)."""
-    num_layers, _, num_heads, _, width = values.shape
-    return values.gather(3, nodes.expand(num_layers, -1, num_heads, -1, width))
 
 
 def _unit(x: Tensor) -> Tensor:

@@ -24,6 +24,7 @@ from ddtree.gdn import (
     TreeWrites,
     commit_states,
     core_dtype,
+    on_path,
     tree_convolution,
     tree_delta_rule,
 )
@@ -75,9 +76,13 @@ class DeltaNetLayers:
         assert len(self._writes) == len(self.modules), "commit follows a verify pass"
         paths = paths.on(self.states.device)
         commit_states(self.states, self._writes, paths)
-        longer = torch.cat([self.columns, torch.stack(self._inputs)], dim=2)
-        places = paths.columns[None, :, :, None].expand(*self.columns.shape)
-        torch.gather(longer, 2, places, out=self.columns)
+        num_cached = self.columns.shape[2]
+        from_cache = paths.columns.clamp_max(num_cached - 1)[None, :, :, None]
+        self.columns = torch.where(
+            paths.columns[:, :, None] < num_cached,
+            torch.take_along_dim(self.columns, from_cache, dim=2),
+            on_path(self._inputs, (paths.columns - num_cached).clamp_min(0)),
+        )
         self._writes, self._inputs = [], []
 
     def take(self, index: int, row: int, prompt: LinearAttentionLayer) -> None:
