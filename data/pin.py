@@ -1,0 +1,102 @@
+"""`./launch.sh data CONFIG --pin`: write the commit of every hub set into the recipe, comments and layout kept.
+
+A set that changes between two runs, or is taken over (it has happened), is then refused instead of read.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import yaml
+
+from common.files import atomic_path
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Pinned:
+    path: str
+    """Hub id."""
+    before: str | None
+    commit: str
+
+
+def pin_file(file: Path, commit_of: Callable[[str], str]) -> list[Pinned]:
+    """Set `revision` of every `kind: datasets` mapping in a YAML file that has a `path` and no local folder there.
+
+    commit_of: hub id -> commit hash. Nothing is written if it raises.
+    """
+    text = file.read_text(encoding="utf-8")
+    edits: list[tuple[int, int, str]] = []
+    pinned = []
+    for entry in _hub_entries(yaml.compose(text, yaml.SafeLoader)):
+        commit = commit_of(entry["path"].value)
+        old = entry.get("revision")
+        before = None if old is None or old.value in ("null", "~", "") else old.value
+        pinned.append(Pinned(entry["path"].value, before, commit))
+        edits.append(_edit(entry, old, commit, text))
+    for start, end, new in sorted(edits, reverse=True):
+        text = text[:start] + new + text[end:]
+    with atomic_path(file) as aside:
+        aside.write_text(text, encoding="utf-8")
+    return pinned
+
+
+def included_files(file: Path) -> list[Path]:
+    """The recipe itself and what its data section includes."""
+    tree = yaml.safe_load(file.read_text(encoding="utf-8"))
+    data = tree.get("data") if isinstance(tree, dict) else None
+    names = data.get("include", []) if isinstance(data, dict) else []
+    return [file, *(file.parent / name for name in ([names] if isinstance(names, str) else names))]
+
+
+def hub_commit(path: str) -> str:
+    """The set's newest commit. Raises FileNotFoundError, in one line, if the hub does not say it."""
+    import httpx
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
+
+    try:
+        commit = HfApi().dataset_info(path, timeout=30).sha
+    except (HfHubHTTPError, OfflineModeIsEnabled, httpx.HTTPError, OSError) as error:
+        reason = " ".join(str(error).split())
+        raise FileNotFoundError(
+            f"the hub does not tell the commit of {path} ({reason}); no revision was written, run again online "
+            "(a gated set needs HF_TOKEN)"
+        ) from error
+    assert commit is not None
+    return commit
+
+
+def _hub_entries(node: yaml.Node | None) -> Iterator[dict[str, yaml.ScalarNode]]:
+    """The scalars of every mapping that describes a hub set, by key."""
+    if isinstance(node, yaml.SequenceNode):
+        for item in node.value:
+            yield from _hub_entries(item)
+    elif isinstance(node, yaml.MappingNode):
+        scalars = {k.value: v for k, v in node.value if isinstance(v, yaml.ScalarNode)}
+        kind, path = scalars.get("kind"), scalars.get("path")
+        if kind is not None and kind.value == "datasets" and path and not Path(path.value).exists():
+            yield scalars
+        for _, value in node.value:
+            yield from _hub_entries(value)
+
+
+def _edit(
+    entry: dict[str, yaml.ScalarNode], old: yaml.ScalarNode | None, commit: str, text: str
+) -> tuple[int, int, str]:
+    """(start, end, new text): in place of the old revision, or behind the path in its mapping's own style."""
+    # quoted: a hash of digits and one e would be a number
+    quoted = f'"{commit}"'
+    if old is not None:
+        return old.start_mark.index, old.end_mark.index, quoted
+    path = entry["path"]
+    line = text.rfind("\n", 0, path.start_mark.index) + 1
+    key = text.index("path", line)
+    in_flow = "{" in text[line:key]
+    gap = ", " if in_flow else "\n" + " " * (key - line)
+    return path.end_mark.index, path.end_mark.index, f"{gap}revision: {quoted}"
