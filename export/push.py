@@ -36,7 +36,9 @@ def push_folder(folder: Path, repo: str, public: bool = False) -> str:
             commit_message="Upload drafter",
         )
     except (HfHubHTTPError, HFValidationError) as error:
-        raise ValueError(f"--push {repo}: the hub refused: {error}") from error
+        raise ValueError(
+            f"--push {repo}: the hub refused: {' '.join(str(error).split())}"
+        ) from error
     return str(address)
 
 
