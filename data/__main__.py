@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 import argparse
+import os
+import sys
 from pathlib import Path
 
 from common.command import run_command, stage_parser
 from common.distributed import distributed
+from common.fingerprint import require_equal
 from configs.load import load_config
+from configs.schema import Config
 from data.build import build_corpus, format_counts, select_only
+from data.corpus import read_corpus_manifest
+from data.show import show_rows, wants_colour
+from data.template import ChatTemplate
+from target.identity import target_identity
+from target.load import load_tokenizer
 
 # Ranks finish their last units minutes apart, hours on a long run; the launcher ends them all if one dies.
 _TIMEOUT_S = 7 * 86_400.0
@@ -19,6 +28,9 @@ def main(options: argparse.Namespace) -> None:
     if options.select:
         num_prompts = select_only(config, options.select)
         print(f"wrote {num_prompts} prompts to {options.select}; no label was made")
+        return
+    if options.show is not None:
+        _show(config, options.show)
         return
     with distributed(config.run.cpu_threads, _TIMEOUT_S) as ranks:
         built = build_corpus(config, ranks)
@@ -33,6 +45,25 @@ def main(options: argparse.Namespace) -> None:
         )
 
 
+def _show(config: Config, num_rows: int) -> None:
+    """Print rows of the finished corpus; quiet when the reader (`| head`) has seen enough."""
+    if num_rows < 1:
+        raise ValueError(f"--show {num_rows}: give the number of rows, at least 1")
+    folder = config.run.folder / "corpus"
+    manifest = read_corpus_manifest(folder)
+    wanted = {"tokenizer": target_identity(config.target)["tokenizer"]}
+    require_equal(f"the corpus in {folder}", manifest.settings, wanted, "use its own recipe")
+    tokenizer = load_tokenizer(config.target)
+    template = ChatTemplate(tokenizer, config.target.chat_template_kwargs)
+    colour = wants_colour(sys.stdout.isatty(), os.environ)
+    try:
+        for line in show_rows(folder, manifest, tokenizer, template, num_rows, colour):
+            print(line)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
 if __name__ == "__main__":
     parser = stage_parser(
         "data", "Conversations to corpus shards, labelled by the target. Resumes where it stopped."
@@ -42,5 +73,11 @@ if __name__ == "__main__":
         type=Path,
         metavar="FILE",
         help="only write the prompts that would be labelled, as JSON lines, and stop",
+    )
+    parser.add_argument(
+        "--show",
+        type=int,
+        metavar="N",
+        help="only print N rows of the finished corpus in colour: context, generated, masked",
     )
     run_command(parser, main)

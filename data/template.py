@@ -86,6 +86,12 @@ class ChatTemplate:
         assert isinstance(text, str)
         return text
 
+    def turn_opening_ids(self) -> list[int]:
+        """Ids that begin every assistant's turn, whether it thinks or not: `<|im_start|>assistant` in ChatML."""
+        user = [{"role": "user", "content": "x"}]
+        before, after = (self._render(user, "the opening", (), None, p) for p in (False, True))
+        return self.encode(after[len(before) :].partition("<think>")[0].rstrip("\n"))
+
     def encode(self, text: str) -> list[int]:
         """Ids of a text that holds its special tokens, as a rendered conversation does."""
         return self._tokenizer(text, add_special_tokens=False)["input_ids"]
