@@ -20,6 +20,7 @@ class Series:
     """A line, or single points. `band` has (low, high) a point, drawn as an area, or as whiskers where there is no line."""
 
     name: str
+    """In the legend; without one the series is explained elsewhere."""
     points: list[tuple[float, float]]
     colour: str
     """A class of the page, `c0` to `c7`."""
@@ -30,6 +31,8 @@ class Series:
     has_line: bool = True
     has_markers: bool = True
     is_hollow: bool = False
+    hint: str = ""
+    """Said of a marker under the pointer, in place of the name."""
 
 
 @dataclass(frozen=True)
@@ -81,7 +84,7 @@ def line_chart(title: str, series: Sequence[Series], x_axis: Axis, y_axis: Axis)
     parts = [*_grid(x_axis, y_axis, x, y)]
     for line in series:
         parts.append(f'<g class="{line.colour}">{"".join(_series(line, x, y))}</g>')
-    entries = [(line.name, line.colour, line.strength) for line in series]
+    entries = [(line.name, line.colour, line.strength) for line in series if line.name]
     return svg(title, WIDTH, HEIGHT, parts) + legend(entries)
 
 
@@ -112,7 +115,7 @@ def _series(line: Series, x: Callable[[float], float], y: Callable[[float], floa
         parts += [
             f'<circle cx="{px:.1f}" cy="{py:.1f}" r="3.8" {fill} stroke="currentColor" stroke-width="1.6"'
             f' opacity="{line.strength:.2f}">'
-            f"<title>{text(line.name)}: {value:.3g} at {at:.4g}</title></circle>"
+            f"<title>{text(line.hint or line.name)}: {value:.3g} at {at:.4g}</title></circle>"
             for (px, py), (at, value) in zip(places, line.points, strict=True)
         ]
     return parts

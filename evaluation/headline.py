@@ -83,27 +83,27 @@ def _fastest(report: Mapping[str, Any]) -> str:
 
 
 def _lossless(report: Mapping[str, Any]) -> str:
-    found = report["lossless"]
+    found, parity = report["lossless"], report["parity"]
     if not found["num_prompts"]:
         return card("Lossless", "not checked", "no greedy live decoding ran", "warn")
     equal, total = found["num_equal"], found["num_prompts"]
-    if equal == total:
-        below = "prompts: every acceptor gave plain greedy decoding's tokens"
-        return card("Lossless: yes", f"{equal} of {total}", below, "good")
-    return card("Lossless: NO", f"{equal} of {total}", "prompts equal; see Checks below", "bad")
+    if equal < total:
+        return card("Lossless: NO", f"{equal} of {total}", "prompts equal; see Checks below", "bad")
+    below = "prompts: every acceptor gave plain greedy decoding's tokens"
+    if parity["num_passes"] and parity["num_equal"] == parity["num_passes"]:
+        below += f"; all {parity['num_passes']} passes are as replay predicts"
+    return card("Lossless: yes", f"{equal} of {total}", below, "good")
 
 
 def _parity(report: Mapping[str, Any]) -> str:
+    """Only where live decoding and replay disagree."""
     found = report["parity"]
-    if not found["num_passes"]:
-        return ""
     equal, total = found["num_equal"], found["num_passes"]
+    if equal == total:
+        return ""
     real = [item for item in found["differing"] if not item["is_near_tie"]]
-    kind = "good" if equal == total else "bad" if real else "warn"
-    below = "live passes that replay predicts exactly"
-    if equal < total:
-        below += f"; {len(real)} of the others are no near-tie"
-    return card("Replay is live", f"{equal} of {total}", below, kind)
+    below = f"live passes are as replay predicts; {len(real)} of the others are no near-tie"
+    return card("Replay is live", f"{equal} of {total}", below, "bad" if real else "warn")
 
 
 def _confidence(report: Mapping[str, Any]) -> str:

@@ -25,7 +25,7 @@ main { max-width: 1320px; margin: 0 auto; padding: 28px 24px 60px; }
 h1 { font-size: 25px; line-height: 1.25; margin: 0 0 4px; } h2 { font-size: 17px; margin: 0 0 4px; }
 .sub { color: var(--soft); margin: 0 0 20px; overflow-wrap: anywhere; }
 .note { color: var(--soft); font-size: 13px; margin: 0 0 10px; } .note + .note { margin-top: -6px; }
-.cards { display: grid; grid-template-columns: repeat(auto-fit, minmax(210px, 1fr)); gap: 14px; margin-bottom: 16px; }
+.cards { display: grid; grid-template-columns: repeat(auto-fit, minmax(188px, 1fr)); gap: 14px; margin-bottom: 16px; }
 .card, section { background: var(--card); border: 1px solid var(--line); border-radius: 10px; padding: 16px 18px;
   min-width: 0; }
 .card h2 { font-size: 13px; font-weight: 600; color: var(--soft); }
@@ -44,8 +44,9 @@ svg { display: block; font: 12px system-ui, "DejaVu Sans", sans-serif; fill: var
 .hollow { fill: var(--card); } .on { fill: var(--on-fill); } .gridline { stroke: var(--grid); } .axis { stroke: var(--soft); }
 table { border-collapse: collapse; width: 100%; font-variant-numeric: tabular-nums; }
 th, td { padding: 5px 10px; text-align: right; border-bottom: 1px solid var(--line); white-space: nowrap; }
+section:not(.wide) :is(th, td) { padding: 5px 6px; }
 th { color: var(--soft); font-weight: 600; font-size: 13px; vertical-align: bottom; }
-th:first-child, td:first-child { text-align: left; } td small { color: var(--soft); }
+th:first-child, td:first-child { text-align: left; } td b { font-weight: 600; } td small { color: var(--soft); }
 .legend { display: flex; flex-wrap: wrap; gap: 4px 16px; font-size: 13px; color: var(--soft); margin-top: 6px; }
 .legend i { display: inline-block; width: 12px; height: 12px; border-radius: 3px; margin-right: 6px; vertical-align: -1px;
   background: currentColor; }

@@ -8,7 +8,7 @@ from typing import Any
 
 from evaluation.drawing import DrawnTree
 from evaluation.headline import cards, select, weak_tasks
-from evaluation.html import facts, heading, section, table, text, with_interval, write_html
+from evaluation.html import facts, heading, section, text, write_html
 from evaluation.plots import (
     Palette,
     acceptor_name,
@@ -21,6 +21,7 @@ from evaluation.plots import (
     training_charts,
 )
 from evaluation.speed import measured_rows
+from evaluation.tables import acceptor_table, calibration_table, task_table
 from evaluation.tree_chart import num_left_out, tree_chart
 
 
@@ -36,9 +37,9 @@ def write_page(
         ),
         cards(report),
         '<div class="grid">',
-        *_replayed(report),
-        *_decoded(report),
+        *_results(report),
         *_quality(report),
+        *_stages(report),
         *_trees(trees),
         *(section(title, [note], chart) for title, note, chart in training_charts(logs_folder)),
         section("Checks", [], _checks(report)),
@@ -48,31 +49,35 @@ def write_page(
     write_html(path, about["run"], "".join(parts))
 
 
-def _replayed(report: dict[str, Any]) -> list[str]:
-    replay = select(report, "replay")
-    if not replay:
+def _results(report: dict[str, Any]) -> list[str]:
+    replay, live = select(report, "replay"), select(report, "live")
+    lines = replay or [row for row in live if row["acceptor"] != "plain"]
+    if not lines:
         return []
-    palette, temperature = Palette(report["rows"]), replay[0]["temperature"] or 0.0
-    live = [row for row in select(report, "live") if row["temperature"] == temperature]
+    palette, temperature = Palette(report["rows"]), lines[0]["temperature"] or 0.0
+    lines = [row for row in lines if row["temperature"] == lines[0]["temperature"]]
+    dots = [row for row in live if row["temperature"] == temperature] if replay else []
     return [
         section(
             "Acceptance length by tree budget",
             [
-                "Tokens a verify pass emits: accepted draft tokens and the bonus token. Replay, mean over prompts with its "
-                f"95 % interval; hollow dots are live decoding (fewer prompts, T={temperature:g})."
+                "Tokens a verify pass emits: accepted draft tokens and the bonus token. Mean over prompts with its 95 % "
+                f"interval, {'replay; hollow dots are live decoding of fewer prompts' if replay else 'live'}, T={temperature:g}."
             ],
-            by_budget("acceptance length", replay, live, palette, "acceptance_macro", 1.0),
+            by_budget("acceptance length", lines, dots, palette, "acceptance_macro", 1.0),
         ),
         _speed_section(report, palette, temperature),
         section(
-            "By task",
+            "Every acceptor",
             [
-                "Acceptance length in replay, macro mean over prompts with its 95 % interval; marked ▼ where the largest "
-                "budget's whole interval is below the mean of all prompts."
+                "Acceptance length by replay of all test rows, by live decoding, and by replay of the very same live records "
+                "(the last two must agree). Speeds are without prefill; plain decoding ran in the same run. A round is draft, "
+                "build, verify and commit."
             ],
-            _task_table(report),
+            acceptor_table(report),
             "wide",
         ),
+        _task_section(report),
     ]
 
 
@@ -83,59 +88,40 @@ def _speed_section(report: dict[str, Any], palette: Palette, temperature: float)
         if row["temperature"] == temperature and row["acceptor"] != "plain"
     ]
     modelled = report["modelled"]
-    if not modelled:
-        if not measured:
-            return ""
-        notes = ["Tokens/s of live decoding over plain decoding in the same run."]
-        return section(
-            "Speed over plain decoding, measured",
-            notes,
-            by_budget("speed-up", measured, [], palette, "speedup", 1.0),
-        )
-    found = {acceptor_name(row): row["speedup"] for row in measured}
-    rows = [
-        [
-            text(acceptor_name(row)),
-            f"{row['num_nodes']:.1f}",
-            f"{row['round_ms']:.3g}",
-            with_interval(row["speedup"], row["ci95"]),
-            f"{found[acceptor_name(row)]:.2f}" if acceptor_name(row) in found else "",
-        ]
-        for row in modelled
-    ]
-    return section(
-        "Speed over plain decoding, modelled",
-        [
+    if modelled:
+        notes = [
             "Acceptance length (replay) x seconds of a plain step / seconds of a round with that many nodes, as measured on "
-            "this machine. Hollow: measured by live decoding. The best budget is chosen on these very prompts."
+            "this machine; hollow dots are measured by live decoding. The best budget is chosen on these very prompts."
+        ]
+        chart = by_budget("speed-up", modelled, measured, palette, "speedup", 1.0)
+        return section("Speed over plain decoding, modelled", notes, chart)
+    if not measured:
+        return ""
+    notes = ["Tokens/s of live decoding over plain decoding in the same run."]
+    chart = by_budget("speed-up", measured, [], palette, "speedup", 1.0)
+    return section("Speed over plain decoding, measured", notes, chart)
+
+
+def _task_section(report: dict[str, Any]) -> str:
+    if weak_tasks(report) is None:
+        return ""
+    return section(
+        "By task",
+        [
+            "Acceptance length, macro mean over a task's prompts with its 95 % interval; marked ▼ where the largest budget's "
+            "whole interval is below the mean of all prompts."
         ],
-        by_budget("speed-up", modelled, measured, palette, "speedup", 1.0)
-        + table(["acceptor", "nodes", "ms a round", "modelled", "measured"], rows),
+        task_table(report),
+        "wide",
     )
 
 
-def _decoded(report: dict[str, Any]) -> list[str]:
+def _stages(report: dict[str, Any]) -> list[str]:
     live = select(report, "live")
     if not live:
         return []
-    return [
-        section(
-            "Live and replay side by side",
-            [
-                "Greedy live decoding beside the replay of the very same records (they must agree) and of all test rows. "
-                "Speeds are without prefill; plain decoding ran in the same run."
-            ],
-            _live_table(report, live),
-            "wide",
-        ),
-        section(
-            "Where a pass spends its time",
-            [
-                "Milliseconds a verify pass, prefill not counted. `rest` is the walk and bookkeeping."
-            ],
-            stage_chart(live),
-        ),
-    ]
+    notes = ["Milliseconds a verify pass, prefill not counted. `rest` is the walk and bookkeeping."]
+    return [section("Where a pass spends its time", notes, stage_chart(live))]
 
 
 def _quality(report: dict[str, Any]) -> list[str]:
@@ -163,7 +149,7 @@ def _quality(report: dict[str, Any]) -> list[str]:
                 "Which choices are taken",
                 [
                     "Of the draft tokens that were emitted, the share that was the drafter's first choice at its depth, its "
-                    "second, and so on. A chain can use first choices only."
+                    "second, and so on. A matched chain takes first choices only."
                 ],
                 child_rank_chart(taken),
             ),
@@ -184,28 +170,13 @@ def _calibration_section(calibration: dict[str, Any]) -> str:
         ]
     return section(
         "Is the drafter's confidence true?",
-        ["Nodes of the largest tree by path probability: how many of them were right.", *notes],
-        calibration_chart(curves) + _calibration_table(calibration, before),
-    )
-
-
-def _calibration_table(calibration: dict[str, Any], before: dict[str, Any] | None) -> str:
-    head = ["accepted tokens an anchor", "nodes", "expected", "accepted", "expected / accepted"]
-    rows = [
         [
-            text(acceptor_name(row)),
-            f"{row['num_nodes']:.1f}",
-            f"{row['predicted']:.2f}",
-            f"{row['realised']:.2f}",
-            "" if row["ratio"] is None else with_interval(row["ratio"], row["ratio_ci95"]),
-        ]
-        for row in calibration["accepted_per_anchor"]
-    ]
-    if before is not None:
-        head.append("before the fit: expected, accepted")
-        for cells, row in zip(rows, before["accepted_per_anchor"], strict=True):
-            cells.append(f"{row['predicted']:.2f}, {row['realised']:.2f}")
-    return table(head, rows)
+            "Nodes of the largest tree by path probability: how many of them were right. The table: accepted tokens an anchor, "
+            "as the drafter expects them and as they are; ratio above 1 is over-confident.",
+            *notes,
+        ],
+        calibration_chart(curves) + calibration_table(calibration, before),
+    )
 
 
 def _trees(trees: Sequence[DrawnTree]) -> list[str]:
@@ -244,55 +215,14 @@ def _tree(tree: DrawnTree, what: str) -> str:
     )
 
 
-def _task_table(report: dict[str, Any]) -> str:
-    tasks = list(dict.fromkeys(row["task"] for row in report["rows"] if row["mode"] == "replay"))
-    found = [(task, select(report, "replay", task)) for task in tasks]
-    weak = {row["task"] for row in weak_tasks(report) or []}
-    head = ["task", "prompts", "passes (chain)", *(acceptor_name(row) for row in found[0][1])]
-    return table(
-        head,
-        [
-            [f"{text(task)}{' ▼' if task in weak else ''}", str(rows[0]["num_prompts"])]
-            + [str(rows[0]["num_passes"])]
-            + [with_interval(row["acceptance_macro"], row["ci95"]) for row in rows]
-            for task, rows in found
-            if rows
-        ],
-    )
-
-
-def _live_table(report: dict[str, Any], live: Sequence[dict[str, Any]]) -> str:
-    same = {acceptor_name(row): row for row in report["side_by_side"]}
-    replayed = {(acceptor_name(r), r["temperature"]): r for r in select(report, "replay")}
-    faster = {(acceptor_name(r), r["temperature"]): r["speedup"] for r in measured_rows(live)}
-    rows = []
-    for row in live:
-        key = acceptor_name(row), row["temperature"]
-        of_same, of_all = same.get(key[0]) if key[1] == 0 else None, replayed.get(key)
-        rows.append(
-            [
-                text(key[0]),
-                f"{key[1]:g}",
-                str(row["num_prompts"]),
-                with_interval(row["acceptance_macro"], row["ci95"]),
-                f"{of_same['replay']:.2f}" if of_same else "",
-                with_interval(of_all["acceptance_macro"], of_all["ci95"]) if of_all else "",
-                f"{row['tokens_per_s']:.1f}",
-                f"{faster[key]:.2f}&times;" if key in faster else "",
-            ]
-        )
-    head = ["acceptor", "T", "prompts", "live", "replay, same records", "replay, all test rows"]
-    return table([*head, "tokens/s", "over plain"], rows)
-
-
 def _checks(report: dict[str, Any]) -> str:
     lossless, parity = report["lossless"], report["parity"]
     lines = [
         (
             "greedy output equal to plain",
-            f"{lossless['num_equal']} of {lossless['num_prompts']} prompts",
+            _of(lossless["num_equal"], lossless["num_prompts"], "prompts"),
         ),
-        ("live passes equal to replay", f"{parity['num_equal']} of {parity['num_passes']}"),
+        ("live passes equal to replay", _of(parity["num_equal"], parity["num_passes"], "passes")),
     ]
     for item in lossless["differing"]:
         lines.append(
@@ -311,6 +241,10 @@ def _checks(report: dict[str, Any]) -> str:
             )
         )
     return facts(lines)
+
+
+def _of(equal: int, total: int, what: str) -> str:
+    return f"{equal} of {total} {what}" if total else "not checked: no greedy live decoding ran"
 
 
 def _facts(report: dict[str, Any]) -> str:

@@ -94,34 +94,35 @@ def _over_budget(
 
 def _dots(rows: Sequence[Mapping[str, Any]], palette: Palette, value: str) -> Series:
     points = [(float(row["budget"]), row[value]) for row in rows]
-    name = f"{rows[0]['acceptor']}, live"
-    return Series(name, points, palette.of(rows[0]), has_line=False, is_hollow=True)
+    hint = f"{rows[0]['acceptor']}, live"
+    return Series("", points, palette.of(rows[0]), has_line=False, is_hollow=True, hint=hint)
 
 
 def survival_chart(survival: Sequence[Mapping[str, Any]], palette: Palette) -> str:
-    """Every acceptor's largest budget, and all budgets of the one that has most of them, fainter where smaller."""
-    families = _families(survival)
-    fullest = max(families, key=len)
-    series = []
-    for rows in families:
-        shown = rows if rows is fullest else rows[-1:]
-        for index, row in enumerate(shown):
-            series.append(
-                Series(
-                    acceptor_name(row),
-                    _by_slot(row["share"]),
-                    palette.of(row),
-                    strength=_strength(index, len(shown)),
-                    is_dashed=row["budget"] is None,
-                )
-            )
-    label = "share of anchors"
-    return line_chart(
-        "survival by depth",
-        series,
-        _slots("depth (tokens drafted)", series),
-        _from_zero(label, series),
-    )
+    """Of `telling` acceptors, fainter where the budget is smaller."""
+    series = [
+        Series(
+            acceptor_name(row),
+            _by_slot(row["share"]),
+            palette.of(row),
+            strength=strength,
+            is_dashed=row["budget"] is None,
+        )
+        for row, strength in telling(survival)
+    ]
+    x_axis = _slots("depth (tokens drafted)", series)
+    return line_chart("survival by depth", series, x_axis, _from_zero("share of anchors", series))
+
+
+def telling(rows: Sequence[Mapping[str, Any]]) -> list[tuple[Mapping[str, Any], float]]:
+    """All budgets of the acceptor that has most of them, the largest of the others; and how strongly to draw each."""
+    families = _families(rows)
+    fullest = max(families, key=len, default=[])
+    shown = []
+    for family in families:
+        members = family if family is fullest else family[-1:]
+        shown += [(row, _strength(i, len(members))) for i, row in enumerate(members)]
+    return shown
 
 
 def recall_chart(recall: Sequence[Mapping[str, Any]]) -> str:
@@ -166,17 +167,28 @@ def stage_chart(live: Sequence[Mapping[str, Any]]) -> str:
 
 
 def child_rank_chart(rows: Sequence[Mapping[str, Any]]) -> str:
-    bars, colours = [], {}
-    for index, (first, last) in enumerate(CHILD_GROUPS):
-        colours[_group_name(first, last)] = ("c1", _strength(len(CHILD_GROUPS) - index, 7))
-    for row in rows:
-        share = row["share"]
-        parts = {
-            _group_name(first, last): sum(share[first - 1 : last]) for first, last in CHILD_GROUPS
-        }
-        name = f"{acceptor_name(row)}{', live' if row['mode'] == 'live' else ''}"
-        bars.append(Bar(name, parts, f"of {row['num_tokens']}"))
+    """Of `telling` acceptors in replay, and of the largest budgets decoded live."""
+    colours = {
+        _group_name(first, last): ("c1", _strength(len(CHILD_GROUPS) - index, len(CHILD_GROUPS)))
+        for index, (first, last) in enumerate(CHILD_GROUPS)
+    }
+    modes = dict.fromkeys((row["mode"], row["temperature"]) for row in rows)
+    shown = []
+    for mode in modes:
+        own = [row for row in rows if (row["mode"], row["temperature"]) == mode]
+        families = _families(own)
+        shown += [r for r, _ in telling(own)] if mode[0] == "replay" else [f[-1] for f in families]
+    bars = [_child_rank_bar(row) for row in shown]
     return stacked_bars("choices taken", bars, colours, lambda share: f"{share:.0%}")
+
+
+def _child_rank_bar(row: Mapping[str, Any]) -> Bar:
+    parts = {
+        _group_name(first, last): sum(row["share"][first - 1 : last])
+        for first, last in CHILD_GROUPS
+    }
+    live = f", live T={row['temperature']:g}" if row["mode"] == "live" else ""
+    return Bar(f"{acceptor_name(row)}{live}", parts, f"of {row['num_tokens']}")
 
 
 def _group_name(first: int, last: int | None) -> str:
