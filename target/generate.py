@@ -34,7 +34,9 @@ def sampling_probs(logits: Tensor, sampling: Sampling) -> Tensor:
         return torch.zeros_like(logits, dtype=torch.float32).scatter_(
             -1, logits.argmax(-1, keepdim=True), 1.0
         )
-    scores = logits.float() / sampling.temperature
+    scores = logits.float()
+    # the largest becomes 0: no temperature is so small that the quotient overflows
+    scores = (scores - scores.amax(-1, keepdim=True)) / sampling.temperature
     if 0 < sampling.top_k < scores.shape[-1]:
         kept = scores.topk(sampling.top_k, dim=-1)
         scores = torch.full_like(scores, -torch.inf).scatter_(-1, kept.indices, kept.values)
