@@ -5,14 +5,24 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 import torch
 from train_runs import make_config
 
-from configs.schema import Config
+from configs.schema import Config, TrainSection
 from data.features import RowEntry, open_features
-from train.batches import Batcher, MicroBatch, cut_micro_batches, prefetched, samples_from
+from train.anchors import anchor_candidates
+from train.batches import (
+    Batcher,
+    MicroBatch,
+    Sample,
+    cut_micro_batches,
+    cut_packs,
+    prefetched,
+    samples_from,
+)
 
 
 @pytest.fixture(scope="module")
@@ -59,23 +69,22 @@ def test_micro_batches_hold_the_batch_and_waste_little() -> None:
 
 
 def blocks(batches: list[MicroBatch]) -> Counter[tuple[object, ...]]:
-    """Everything a block is learned from, padding stripped: context, anchor, labels."""
+    """Everything a block is learned from, padding and packing stripped: context, anchor, labels."""
     found: Counter[tuple[object, ...]] = Counter()
     for batch in batches:
-        for row in range(len(batch.sample_ids)):
+        for row in range(batch.anchor_tokens.shape[0]):
             for n in range(batch.anchor_tokens.shape[1]):
                 mask = batch.label_mask[row, n]
                 if not mask.any():
                     continue
-                assert batch.layout.anchor_documents[row, n] == 0
+                document = int(batch.layout.anchor_documents[row, n])
                 position = int(batch.layout.anchor_positions[row, n])
-                assert (batch.layout.context_documents[row, :position] == 0).all()
-                assert batch.layout.context_positions[row, :position].tolist() == list(
-                    range(position)
-                )
-                context = batch.features[row, :position]
+                own = (batch.layout.context_documents[row] == document).nonzero().flatten()
+                places = batch.layout.context_positions[row, own]
+                assert places[:position].tolist() == list(range(position))
+                context = batch.features[row, own[:position]]
                 found[
-                    batch.sample_ids[row],
+                    batch.sample_ids[row + document],
                     position,
                     int(batch.anchor_tokens[row, n]),
                     tuple(batch.labels[row, n][mask].tolist()),
@@ -99,6 +108,70 @@ def test_ranks_and_micro_batches_share_the_same_blocks(
     shared = [batcher(other, rank, world_size).load(12) for rank in range(world_size)]
     assert len({len(part) for part in shared}) == 1  # ranks reduce together, so none may have fewer
     assert sum((blocks(part) for part in shared), Counter()) == whole
+
+
+def packed(config: Config, tokens: int, num_blocks: int, **changes: int) -> Config:
+    update = {"pack_tokens": tokens, "pack_blocks": num_blocks, **changes}
+    return config.model_copy(update={"train": config.train.model_copy(update=update)})
+
+
+@pytest.mark.parametrize(
+    ("world_size", "tokens", "num_blocks"), [(1, 40, 6), (1, 90, 13), (2, 90, 13), (3, 200, 50)]
+)
+def test_packs_hold_the_same_blocks_in_constant_shapes(
+    config: Config, world_size: int, tokens: int, num_blocks: int
+) -> None:
+    whole = blocks(batcher(config).load(12))
+    other = packed(config, tokens, num_blocks)
+    shared = [batcher(other, rank, world_size).load(12) for rank in range(world_size)]
+    assert len({len(part) for part in shared}) == 1
+    assert sum((blocks(part) for part in shared), Counter()) == whole
+    for batch in (batch for part in shared for batch in part):
+        assert batch.features.shape[:2] == (1, tokens)
+        assert batch.anchor_tokens.shape == (1, num_blocks)
+    if tokens == 200:
+        assert [len(batch.sample_ids) for batch in shared[0]] == [4]  # the global batch, one pack
+
+
+def test_a_pack_is_full_in_tokens_or_in_blocks() -> None:
+    """First fit: no document of a later pack would have fitted into an earlier one."""
+    rows = [replace(row, num_response_tokens=4 + i % 5) for i, row in enumerate(entries(40))]
+    train = TrainSection(steps=1, max_tokens=30, num_anchors=7, pack_tokens=64, pack_blocks=20)
+    samples = samples_from(rows, 0, 0, 40)
+    packs = cut_packs(samples, train)
+    assert Counter(s for part in packs for s in part) == Counter(samples)
+
+    def size(sample: Sample) -> tuple[int, int]:
+        return min(sample.entry.num_tokens, 30), min(sample.entry.num_response_tokens, 7)
+
+    for index, part in enumerate(packs):
+        tokens, num_blocks = map(sum, zip(*map(size, part), strict=True))
+        assert tokens <= 64
+        assert num_blocks <= 20
+        for sample in (s for later in packs[index + 1 :] for s in later):
+            more = size(sample)
+            assert tokens + more[0] > 64 or num_blocks + more[1] > 20
+
+
+def test_walk_starts_come_first_up_to_their_share(config: Config) -> None:
+    changes = {"anchors": "walk", "walk_share": 0.5, "num_anchors": 6}
+    other = config.model_copy(update={"train": config.train.model_copy(update=changes)})
+    plain = batcher(other)
+    starts = {
+        entry.sample_id: anchor_candidates(plain.features.read(entry).loss_mask)[::4].tolist()
+        for entry in plain.entries
+    }
+    drawn = replace(plain, walk_starts=starts)
+    for batch in drawn.load(0):
+        at_starts = 0
+        for row, sample_id in enumerate(batch.sample_ids):
+            live = batch.label_mask[row].any(-1)
+            positions = batch.layout.anchor_positions[row][live].tolist()
+            found = len(set(positions) & set(starts[sample_id]))
+            assert found >= min(3, len(starts[sample_id]))
+            at_starts += found
+        assert batch.num_at_starts == at_starts
+    assert blocks(drawn.load(0)) != blocks(plain.load(0))
 
 
 def test_a_document_longer_than_max_tokens_is_cut_there(config: Config) -> None:

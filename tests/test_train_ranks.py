@@ -30,6 +30,7 @@ ROOT = Path(__file__).parent.parent
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
 STAGES = (0, 1, 2, 3)
 DTYPES = ("float32", "bfloat16")
+WALK = ["train.anchors=walk", "train.walk_refresh_steps=3", "train.num_anchors=4"]
 
 
 @pytest.fixture(autouse=True)
@@ -93,6 +94,8 @@ def weights(run: Path) -> dict[str, torch.Tensor]:
         ["train.micro_batch_samples=2", "train.zero_stage=3"],
         ["train.zero_stage=0", "train.activation_checkpointing=true", "train.head_chunk_rows=7"],
         ["train.zero_stage=2"],
+        ["train.pack_tokens=90", "train.pack_blocks=13"],
+        ["train.pack_tokens=200", "train.pack_blocks=24", "train.zero_stage=3"],
     ],
 )
 def test_losses_do_not_depend_on_how_a_batch_is_cut(
@@ -108,7 +111,7 @@ def test_two_ranks_train_as_one_does_and_resume_exactly_at_any_world_size(
 ) -> None:
     recipes = {
         name: make_recipe(tmp_path / name)
-        for name in ("whole", "halves", "uneven", "bf16", "bf16-halves", "to-one")
+        for name in ("whole", "halves", "uneven", "packed", "bf16", "bf16-halves", "to-one", "walk")
     }
     bf16 = ["train.dtype=bfloat16", "train.zero_stage=3"]
     launch(
@@ -118,6 +121,8 @@ def test_two_ranks_train_as_one_does_and_resume_exactly_at_any_world_size(
             (recipes["halves"], [], 4),
             (recipes["halves"], [], None),
             (recipes["uneven"], ["train.micro_batch_samples=4", "train.zero_stage=2"], None),
+            (recipes["packed"], ["train.pack_tokens=60", "train.pack_blocks=12"], None),
+            (recipes["walk"], WALK, None),
             (recipes["bf16"], bf16, None),
             (recipes["bf16-halves"], bf16, 4),
             (recipes["bf16-halves"], bf16, None),
@@ -129,7 +134,12 @@ def test_two_ranks_train_as_one_does_and_resume_exactly_at_any_world_size(
     curves = {name: read_curve(tmp_path / name / "run") for name in recipes}
     assert curves["halves"] == curves["whole"]
     assert curves["bf16-halves"] == curves["bf16"]
-    for name in ("whole", "uneven", "to-one"):
+    alone = make_config(tmp_path / "walk-alone", *WALK)
+    train_drafter(alone, ONE_RANK)
+    assert losses_and_norms(tmp_path / "walk" / "run") == pytest.approx(
+        losses_and_norms(alone.run.folder), rel=1e-5
+    )
+    for name in ("whole", "uneven", "packed", "to-one"):
         assert losses_and_norms(tmp_path / name / "run") == pytest.approx(reference, rel=1e-5), name
     assert losses_and_norms(tmp_path / "bf16" / "run") == pytest.approx(
         reference, rel=0.1
@@ -165,8 +175,13 @@ def test_a_killed_run_continues_bit_for_bit_everywhere(
     check_kill_and_resume(tmp_path, stage, dtype)
 
 
-def check_kill_and_resume(folder: Path, stage: int, dtype: str) -> None:
-    overrides = [f"train.zero_stage={stage}", f"train.dtype={dtype}", "train.log_every=3"]
+def test_a_killed_run_with_walk_anchors_continues_bit_for_bit(tmp_path: Path) -> None:
+    """Killed after step 4: between two refreshes of the starts, which come from the checkpoint."""
+    check_kill_and_resume(tmp_path, 1, "float32", WALK)
+
+
+def check_kill_and_resume(folder: Path, stage: int, dtype: str, more: Sequence[str] = ()) -> None:
+    overrides = [f"train.zero_stage={stage}", f"train.dtype={dtype}", "train.log_every=3", *more]
     whole = make_config(folder / "whole", *overrides)
     train_drafter(whole, ONE_RANK)
     halves = make_config(folder / "halves", *overrides)

@@ -20,6 +20,10 @@ class Anchors:
     positions: Tensor  # (N,) int64, increasing
     labels: Tensor  # (N, K-1) int64, 0 where there is no label
     label_mask: Tensor  # (N, K-1) bool, a prefix of every row, at least one slot long
+    num_candidates: int
+    """Positions of the document that may be an anchor."""
+    num_at_starts: int
+    """Anchors at the `starts` they were drawn with."""
 
 
 def sample_anchors(
@@ -30,19 +34,35 @@ def sample_anchors(
     seed: int,
     epoch: int,
     sample_id: str,
+    starts: Tensor | None = None,
+    start_share: float = 0.0,
 ) -> Anchors:
     """At most `num_anchors` anchors drawn without replacement; a function of its arguments alone, never of the ranks.
 
-    input_ids, loss_mask: (S,). N is 0 for a document with no two neighbouring response tokens.
+    input_ids, loss_mask: (S,). N is 0 for a document with no two neighbouring response tokens. starts: positions of which up
+    to `start_share` of the anchors are drawn first; None: all are drawn uniformly.
     """
     candidates = anchor_candidates(loss_mask)
     order = torch.randperm(len(candidates), generator=_generator(seed, epoch, sample_id))
-    positions = candidates[order[:num_anchors]].sort().values
+    drawn = candidates[order]
+    is_start = torch.zeros_like(drawn, dtype=torch.bool)
+    if starts is not None:
+        is_start = torch.isin(drawn, starts)
+        first = is_start & (is_start.cumsum(0) <= round(start_share * num_anchors))
+        chosen = torch.cat([first.nonzero().flatten(), (~first).nonzero().flatten()])
+        drawn, is_start = drawn[chosen], is_start[chosen]
+    positions = drawn[:num_anchors].sort().values
     slots = positions[:, None] + torch.arange(1, block_size)  # (N, K-1)
     inside = slots < len(input_ids)
     slots = slots.clamp(max=len(input_ids) - 1)
     label_mask = (inside & loss_mask[slots]).cumprod(1).bool()
-    return Anchors(positions, input_ids[slots].masked_fill(~label_mask, 0), label_mask)
+    return Anchors(
+        positions,
+        input_ids[slots].masked_fill(~label_mask, 0),
+        label_mask,
+        len(candidates),
+        int(is_start[:num_anchors].sum()),
+    )
 
 
 def anchor_candidates(loss_mask: Tensor) -> Tensor:

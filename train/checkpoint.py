@@ -52,6 +52,8 @@ class TrainState:
     window: list[float] = field(default_factory=list)
     """BatchSums since the last logged line, so that the line after a resume is the same."""
     wandb_run_id: str | None = None
+    walk_starts: dict[str, list[int]] = field(default_factory=dict)
+    """By sample id, of the documents up to the next refresh (train/walks.py); empty for uniform anchors."""
 
 
 @dataclass(frozen=True)

@@ -38,10 +38,18 @@ class BatchSums:
     """Blocks whose tree was built."""
     tokens: float = 0.0
     """Document tokens."""
+    candidates: float = 0.0
+    """Positions that could have been an anchor."""
+    at_starts: float = 0.0
+    """Anchors at starts of real walks."""
+    context: float = 0.0
+    """Context tokens in forwards."""
+    padded_context: float = 0.0
+    """The same with their padding."""
 
     @classmethod
     def of(cls, values: Tensor) -> BatchSums:
-        """values: (8,) float64 in the order of the fields."""
+        """values: (12,) float64 in the order of the fields."""
         return cls(*values.tolist())
 
     def tensor(self) -> Tensor:
@@ -57,14 +65,14 @@ def micro_batch_loss(
     normaliser: float,
     chunk_rows: int,
 ) -> tuple[Tensor, Tensor]:
-    """The loss terms of this micro-batch, added up, / `normaliser`, and its BatchSums as a tensor (8,) float64.
+    """The loss terms of this micro-batch, added up, / `normaliser`, and its BatchSums as a tensor (12,) float64.
 
     hidden: (B, N, K, H) of the drafter; head: (V, H) of the target.
     """
     live = batch.label_mask.any(-1)  # (B, N)
     if not live.any():
-        sums = BatchSums(tokens=batch.num_tokens).tensor().to(head.device)
-        return hidden.float().sum() * 0.0, sums
+        sums = torch.cat([torch.zeros(7, dtype=torch.float64), _batch_counts(batch)])
+        return hidden.float().sum() * 0.0, sums.to(head.device)
     slots = _slot_statistics(hidden, head, batch, live, mix, phase, chunk_rows)
     if slots is None:
         # no tree can be built: say so through the loss, on which all ranks agree before the optimizer moves
@@ -73,7 +81,8 @@ def micro_batch_loss(
     found = mix.terms(slots, phase.share, phase.surrogate_nats)
     loss = found.terms.sum()
     with torch.no_grad():
-        sums = _sums(loss, found.weights, slots, batch.num_tokens)
+        counts = _batch_counts(batch).to(loss.device)
+        sums = torch.cat([_sums(loss, found.weights, slots), counts])
     return loss / normaliser, sums
 
 
@@ -140,7 +149,17 @@ def _tree_statistics(
     )
 
 
-def _sums(loss: Tensor, weights: Tensor, slots: SlotStatistics, num_tokens: int) -> Tensor:
+def _batch_counts(batch: MicroBatch) -> Tensor:
+    """(5,) float64, the last fields of BatchSums: tokens and what follows."""
+    documents = batch.layout.context_documents
+    used = int((documents >= 0).sum()) if batch.num_tokens else 0
+    padded = documents.numel() if batch.num_tokens else 0
+    values = [batch.num_tokens, batch.num_candidates, batch.num_at_starts, used, padded]
+    return torch.tensor(values, dtype=torch.float64)
+
+
+def _sums(loss: Tensor, weights: Tensor, slots: SlotStatistics) -> Tensor:
+    """(7,) float64, the first fields of BatchSums."""
     mask = slots.mask
     zero = loss.new_zeros(())
     blocks = zero + len(mask)
@@ -152,6 +171,5 @@ def _sums(loss: Tensor, weights: Tensor, slots: SlotStatistics, num_tokens: int)
         (slots.is_first & mask).cumprod(1).sum(),
         zero if slots.tree is None else (slots.tree.in_tree & mask).sum(),
         zero if slots.tree is None else blocks,
-        zero + num_tokens,
     ]
     return torch.stack([value.double() for value in values])

@@ -15,6 +15,8 @@ FREE = frozenset(
     {
         "steps",  # compared apart: a wsd run may be continued
         "micro_batch_samples",
+        "pack_tokens",
+        "pack_blocks",
         "head_chunk_rows",
         "activation_checkpointing",
         "zero_stage",
