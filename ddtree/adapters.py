@@ -37,6 +37,9 @@ class Rows:
 class LayerAdapter(Protocol):
     """What the verifier asks of a layer."""
 
+    sees_all_committed: bool
+    """Whether every node attends to the whole prefix, so that only the nodes need a mask."""
+
     def visible(self, nodes: NodeBatch) -> Tensor | None:
         """The mask of a verify pass, (R, T, keys) bool; None where the layer needs none."""
         ...
@@ -64,6 +67,8 @@ class LayerAdapter(Protocol):
 
 class FullAttention(CacheLayerMixin):
     """Keys and values in buffers that grow by doubling: (R, heads, capacity, head_dim)."""
+
+    sees_all_committed = True
 
     def __init__(self, config: PreTrainedConfig, rows: Rows):
         super().__init__()
@@ -156,6 +161,8 @@ class FullAttention(CacheLayerMixin):
 
 class SlidingAttention(FullAttention):
     """The same, and a node sees keys at positions > its own - W. Distances count depth, not the index among the nodes."""
+
+    sees_all_committed = False
 
     def __init__(self, config: PreTrainedConfig, rows: Rows):
         super().__init__(config, rows)

@@ -143,6 +143,8 @@ class DeltaNetLayers:
 class DeltaNetLayer:
     """One layer's part in the verifier: nothing to mask, and a cache layer for prompts."""
 
+    sees_all_committed = False
+
     def __init__(self, layers: DeltaNetLayers, index: int):
         self._layers, self._index = layers, index
 

@@ -15,8 +15,10 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +26,7 @@ from transformers import Cache
 
 from ddtree.adapters import LayerAdapter, Rows
 from ddtree.layers import make_layers, verify_cache
+from ddtree.merged_attention import MERGE_FROM, merging
 from ddtree.nodes import NODE_COUNTS, NodeBatch, PathBatch
 from ddtree.self_check import check_against_plain_forward
 from ddtree.tree import DraftTree
@@ -67,7 +70,11 @@ class TreeVerifier:
         self._cache = verify_cache(self._layers)
         self._cache_argument = _cache_argument(target.text_model)
         self._parents: list[list[int]] = [[] for _ in self.lengths]  # of the nodes verified last
-        check_against_plain_forward(self, target)
+        can_merge = _attention(target) == "sdpa" and "full_attention" in target.layer_types
+        for merge_from in (MERGE_FROM, 1) if can_merge else (sys.maxsize,):
+            self._merge_from = merge_from
+            check_against_plain_forward(self, target)
+        self._merge_from = MERGE_FROM if can_merge else sys.maxsize
         self._rows.lengths[:] = [0] * num_sequences
 
     @property
@@ -107,13 +114,20 @@ class TreeVerifier:
         largest = max((len(tree) for tree in trees if tree is not None), default=1)
         num_nodes = min((n for n in self._node_counts if n >= largest), default=largest)
         nodes = NodeBatch.of(trees, self.lengths, self._rope_deltas, num_nodes, self._target.device)
-        masks = self._masks(lambda layer: layer.visible(nodes))
+        inputs: dict[str, Any] = {"input_ids": nodes.tokens}
         with contextlib.ExitStack() as stack:
             for group in self._delta_nets:
                 stack.enter_context(group.under_tree(nodes))
-            hidden, features = self._forward(
-                {"input_ids": nodes.tokens}, nodes.rope_positions, masks, self._cache
+            merges = self._rows.longest >= self._merge_from
+            if merges:
+                stack.enter_context(merging(self._target.model.config.get_text_config()))
+                inputs["committed_lengths"] = nodes.lengths
+            masks = self._masks(
+                lambda layer: (
+                    nodes.ancestors if merges and layer.sees_all_committed else layer.visible(nodes)
+                )
             )
+            hidden, features = self._forward(inputs, nodes.rope_positions, masks, self._cache)
         self._parents = [[] if tree is None else tree.parents.tolist() for tree in trees]
         return VerifyOutput(self._head(hidden), features)
 
@@ -169,7 +183,7 @@ class TreeVerifier:
 
     def _forward(
         self,
-        inputs: dict[str, Tensor],
+        inputs: dict[str, Any],
         positions: Tensor,
         masks: dict[str, Tensor | None],
         cache: Cache,
