@@ -145,7 +145,7 @@ def gain_rows(records: Sequence[PromptRecord]) -> list[dict[str, Any]]:
 
 
 def _modelled(rows: Sequence[dict[str, Any]], measured: Measured) -> list[dict[str, Any]]:
-    if measured.cost is None:
+    if measured.cost is None or not measured.replayed:
         return []
     replay = [row for row in rows if row["mode"] == "replay" and row["task"] == ALL_TASKS]
     num_nodes = measured.sums.num_nodes / measured.sums.num_anchors.clamp(min=1)

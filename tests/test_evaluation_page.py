@@ -215,7 +215,7 @@ def test_a_lossy_run_an_odd_pass_and_a_weak_task_are_not_hidden(
 
 @pytest.mark.parametrize("num_live", [0, 6])
 def test_parts_that_were_not_measured_are_left_out_or_said(num_live: int, tmp_path: Path) -> None:
-    made = make_evaluation(num_prompts=0 if num_live else 6, num_live=0, has_cost=False)
+    made = make_evaluation(num_prompts=0 if num_live else 6, num_live=0, has_cost=bool(num_live))
     if num_live:
         other = make_evaluation(num_prompts=num_live, num_live=num_live)
         made = dataclasses.replace(made, measured=dataclasses.replace(made.measured, live=other.measured.live))  # fmt: skip
