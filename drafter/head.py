@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-CPU_CHUNK_BYTES = 2**27
+CPU_CHUNK_BYTES = 2**26
 """Logits alive at once on a CPU: more rows do not make its matmuls faster (bench/head.py)."""
-MIN_CHUNK_ROWS = 32
+MIN_CHUNK_ROWS = 128
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ def sparse_log_probs(
 
     hidden: (R, H); head: (V, H), frozen; token_ids: (R, M) int64 in 0..V-1; temperature: one for all rows, or (R,)
     on their device, no gradient. Log-probs are float32 (float64 for float64 inputs); the softmax is never taken in bf16.
-    Memory beyond the result is chunk_rows * V values; on the CPU chunks are cut smaller where that exceeds 128 MiB.
+    Memory beyond the result is chunk_rows * V values; on the CPU chunks are cut smaller (to 64 MiB, or 128 rows).
     """
     assert not head.requires_grad, "the head is the target's and frozen"
     assert token_ids.shape[0] == hidden.shape[0], (token_ids.shape, hidden.shape)
