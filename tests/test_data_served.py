@@ -25,10 +25,11 @@ from label_server import (
 )
 
 from common.distributed import Ranks
+from configs.load import load_config
 from configs.schema import Config
 from data.build import build_corpus
 from data.corpus import CorpusRow, iter_corpus, read_corpus_manifest
-from target.load import load_tokenizer
+from target.load import load_target, load_tokenizer
 
 ROOT = Path(__file__).parent.parent
 EOS = 258
@@ -328,3 +329,30 @@ def test_a_key_comes_from_the_environment(tiny_config: MakeConfig, monkeypatch):
     text = (run.run.folder / "corpus" / "manifest.json").read_text()
     assert "secret" not in text
     assert server.url not in text
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("turns", ["every", "last"])
+def test_smollm2_behind_a_server_gives_the_tokens_it_gives_in_this_process(tmp_path, turns):
+    """float32, greedy: a conversation of three turns, a long answer that is cut, and some that end."""
+    recipe = ROOT / "configs" / "demo.yaml"
+    talk = [("user", "Name a fruit."), ("assistant", "-"), ("user", "Another one?")]
+    rows = [[*talk, ("assistant", "-"), ("user", "Which of them is red?")]]
+    rows += [[("user", f"What is {i} plus {i + 1}?")] for i in range(4)]
+    overrides = [
+        *(lines(tmp_path / "talks.jsonl", rows), "target.dtype=float32", "data.max_tokens=400"),
+        *(f"data.responses.turns={turns}", "data.responses.max_new_tokens=24", KEEP_ALL),
+        "data.max_repetition=1.0",
+    ]
+    here = load_config(recipe, [*overrides, f"run.output_dir={tmp_path}/here"])
+    build_corpus(here, ALONE)
+    target = load_target(here.target, "cpu")
+    eos = target.eos_token_ids[0]
+    with LabelServer(target.tokenizer, target_answers(target), eos, max_model_len=None) as server:
+        there = served(server, concurrency=4, timeout_s=300)
+        remote = load_config(recipe, [*overrides, there, f"run.output_dir={tmp_path}/there"])
+        build_corpus(remote, ALONE)
+    assert shard_sums(remote) == shard_sums(here)
+    made = rows_of(remote)
+    assert {row.finished for row in made} == {True, False}
+    assert sum(row.num_response_tokens for row in made) > 60
