@@ -1,7 +1,6 @@
 """What a verify pass over a tree costs, against decoding as many tokens one by one and against a forked state a branch.
 
     python -m bench.tree_verify [--size tiny] [--nodes 16 64 256 512] [--device cpu] [--output outputs/bench/tree_verify.json]
-    python -m bench.tree_verify --core          the delta rule alone: dense solve against substitution
 
 A hybrid with random weights (what they are does not matter to time), trees as a drafter of 15 slots makes them, the
 committed context as given. The sides of a row run alternately in this process; times are medians over rounds, ratios the
@@ -20,20 +19,20 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import DynamicCache, Qwen3_5ForCausalLM, Qwen3_5TextConfig
 
 from common.files import write_json
 from ddtree.build import build_tree
-from ddtree.gdn import TreeInputs, tree_delta_rule
-from ddtree.nodes import NodeBatch
 from ddtree.tree import DraftTree, chain_tree
 from ddtree.verify import TreeVerifier
 from target.byte_tokenizer import byte_tokenizer
 from target.cache import growing_cache
 from target.load import Target, layer_types
 
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _NUM_SLOTS, _STEPS_A_ROUND, _OFTEN_FORKED = 15, 16, 64
 _SIZES = {
     "tiny": {
@@ -98,16 +97,6 @@ class Row:
     fork_ratio: float
     verify_in_steps: float
     """What a verify pass costs in tokens of plain decoding."""
-
-
-@dataclass(frozen=True)
-class CoreRow:
-    nodes: int
-    depth: int
-    dense_ms: float
-    substitution_ms: float
-    ratio: float
-    """dense / substitution; above 1: substitution is faster."""
 
 
 class Bench:
@@ -212,33 +201,12 @@ def random_hybrid(size: str, device: torch.device, dtype: torch.dtype) -> Target
 
 def drafted_tree(num_nodes: int, vocab_size: int, generator: torch.Generator) -> DraftTree:
     """Slots whose best token has 55 to 95 % and each next one the same share of the rest: trees 8 to 15 deep."""
+    if num_nodes == 1:
+        return chain_tree(torch.ones(1))
     best = 0.55 + 0.4 * torch.rand(_NUM_SLOTS, 1, generator=generator)
     log_probs = best.log() + torch.arange(num_nodes) * torch.log1p(-best)
     ids = torch.stack([torch.randperm(vocab_size, generator=generator) for _ in range(_NUM_SLOTS)])
     return build_tree(1, log_probs, ids[:, :num_nodes], num_nodes - 1)
-
-
-def core_row(num_nodes: int, num_rounds: int) -> CoreRow:
-    """One layer's delta rule at Qwen3.6-27B's head sizes, float32, on the CPU."""
-    generator = torch.Generator().manual_seed(num_nodes)
-    tree = drafted_tree(num_nodes, 4096, generator)
-    nodes = NodeBatch.of([tree], [0], [0], num_nodes, torch.device("cpu"))
-    keys, values = (torch.randn(1, num_nodes, n, 128, generator=generator) for n in (16, 48))
-    gates = torch.rand(1, num_nodes, 48, generator=generator)
-    inputs, states = TreeInputs(keys, keys, values, -gates, gates), torch.randn(1, 48, 128, 128)
-    device = torch.device("cpu")
-    times = []
-    for _ in range(num_rounds + 1):  # the first one warms up
-        times.append(
-            [
-                milliseconds(lambda way=way: tree_delta_rule(inputs, states, nodes, way), device)
-                for way in (False, True)
-            ]
-        )
-    dense, substitution = zip(*times[1:], strict=True)
-    ratios = [a / b for a, b in zip(dense, substitution, strict=True)]
-    medians = [round(statistics.median(values), 2) for values in (dense, substitution, ratios)]
-    return CoreRow(num_nodes, int(tree.depths.max()), *medians)
 
 
 def milliseconds(run: Callable[[], object], device: torch.device) -> float:
@@ -282,11 +250,18 @@ def machine(device: torch.device) -> str:
     return f"{chip}, {os.cpu_count()} cores, 1 torch thread, torch {torch.__version__}"
 
 
-def print_table(rows: list[Row] | list[CoreRow]) -> None:
-    columns = list(asdict(rows[0]))
-    print("  ".join(columns))
+def report(
+    output: Path, name: str, device: torch.device, rows: list[Any], **settings: object
+) -> None:
+    """The JSON, and the same as a table."""
+    result = {"name": name, "machine": machine(device), **settings}
+    output.parent.mkdir(parents=True, exist_ok=True)
+    write_json(output, result | {"rows": [asdict(row) for row in rows]})
+    print(f"{name} on {result['machine']}")
+    print("  ".join(asdict(rows[0])))
     for row in rows:
         print("  ".join(f"{value:>{len(name)}}" for name, value in asdict(row).items()))
+    print(f"written to {output}")
 
 
 def main() -> None:
@@ -300,27 +275,15 @@ def main() -> None:
     parser.add_argument("--context", type=int, default=256, help="committed tokens")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--device", type=torch.device, default=torch.device("cpu"))
-    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
-    parser.add_argument(
-        "--core", action="store_true", help="only the delta rule, at Qwen3.6-27B's head sizes"
-    )
+    parser.add_argument("--dtype", choices=list(DTYPES), default="float32")
     parser.add_argument("--output", type=Path, default=Path("outputs/bench/tree_verify.json"))
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    result = {"name": "tree_verify", "machine": machine(arguments.device)}
-    if arguments.core:
-        rows = [core_row(n, arguments.rounds) for n in arguments.nodes]
-        result["name"] = "tree_verify_core"
-    else:
-        dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16}[arguments.dtype]
-        bench = Bench(arguments.size, arguments.context, arguments.device, dtype)
-        rows = [bench.row(n, arguments.rounds) for n in arguments.nodes]
-        result |= {"size": arguments.size, "context": arguments.context, "dtype": arguments.dtype}
-    arguments.output.parent.mkdir(parents=True, exist_ok=True)
-    write_json(arguments.output, result | {"rows": [asdict(row) for row in rows]})
-    print(f"{result['name']} on {result['machine']}")
-    print_table(rows)
-    print(f"written to {arguments.output}")
+    size, context, dtype = arguments.size, arguments.context, arguments.dtype
+    bench = Bench(size, context, arguments.device, DTYPES[dtype])
+    rows = [bench.row(n, arguments.rounds) for n in arguments.nodes]
+    settings = {"size": size, "context": context, "dtype": dtype}
+    report(arguments.output, "tree_verify", arguments.device, rows, **settings)
 
 
 if __name__ == "__main__":

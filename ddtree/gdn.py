@@ -33,7 +33,7 @@ from ddtree.nodes import NodeBatch, PathBatch
 _NORM_EPS = 1e-6
 """Inside the square root, as the models' own kernels have it."""
 _SUBSTITUTION_FROM = 112
-"""Nodes from which summing over ancestors beats the dense solve on a CPU (bench/tree_verify.py --core)."""
+"""Nodes from which summing over ancestors beats the dense solve on a CPU (bench/verify_parts.py)."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -118,7 +118,8 @@ class TreeVerifier:
         with contextlib.ExitStack() as stack:
             for group in self._delta_nets:
                 stack.enter_context(group.under_tree(nodes))
-            merges = self._rows.longest >= self._merge_from
+            # one query is packed by transformers itself
+            merges = num_nodes > 1 and self._rows.longest >= self._merge_from
             if merges:
                 stack.enter_context(merging(self._target.model.config.get_text_config()))
                 inputs["committed_lengths"] = nodes.lengths
