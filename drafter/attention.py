@@ -14,9 +14,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
-from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
+from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
-from drafter.masks import BlockLayout, dense_mask, flex_mask_mod, structured_masks
+from drafter.masks import BlockLayout, dense_mask, structured_masks
+from drafter.tiles import flex_block_mask
 
 MAX_SCORES = 2**19
 """Scores a head at once: with 32 heads 64 MiB in float32."""
@@ -51,7 +52,7 @@ def make_attend(attention: str, layout: BlockLayout, block_size: int, window: in
     if attention == "dense":
         return DenseAttention(dense_mask(layout, block_size, window)[:, None])
     if attention == "flex":
-        return FlexAttention(_flex_block_mask(layout, block_size, window))
+        return FlexAttention(flex_block_mask(layout, block_size, window))
     raise ValueError(f"attention={attention!r}; choose auto, structured, chunked, flex or dense")
 
 
@@ -228,20 +229,6 @@ def _chunks(layout: BlockLayout, block_size: int, window: int | None) -> list[Ch
 @cache
 def _compiled_flex() -> Callable[..., object]:
     return torch.compile(flex_attention, dynamic=True)
-
-
-def _flex_block_mask(layout: BlockLayout, block_size: int, window: int | None) -> BlockMask:
-    size, length = layout.context_positions.shape
-    num_queries = layout.anchor_positions.shape[1] * block_size
-    device = layout.anchor_positions.device
-    return create_block_mask(
-        flex_mask_mod(layout, block_size, window),
-        size,
-        None,
-        num_queries,
-        length + num_queries,
-        device=device.type,
-    )
 
 
 def _flatten(

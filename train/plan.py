@@ -1,7 +1,7 @@
 """`./launch.sh plan CONFIG`: bytes, hours, steps and memory of a run, before anything runs. Loads no model and no torch.
 
-Memory is an estimate from formulas (below, each a line), for the largest micro-batch: train.micro_batch_samples documents of
-train.max_tokens tokens. It leaves out the allocator's fragments and the CUDA context, about 2 GB.
+Memory is an estimate from formulas (below, each a line), for the largest micro-batch: a pack of train.pack_tokens tokens, or
+train.micro_batch_samples documents of train.max_tokens. It leaves out the allocator's fragments and the CUDA context, about 2 GB.
 """
 
 from __future__ import annotations
@@ -85,13 +85,24 @@ class TrainPlan:
         )
         queries = drafter.num_attention_heads * drafter.head_dim
         keys = drafter.num_key_value_heads * drafter.head_dim
-        slots = train.micro_batch_samples * train.num_anchors * drafter.block_size
+        slots = self.forward_blocks * drafter.block_size
         layer = slots * (5 * hidden + 4 * queries + 4 * keys + 4 * drafter.intermediate_size)
         layers = drafter.num_layers
         kept = layer + layers * slots * hidden if train.activation_checkpointing else layers * layer
-        tokens = train.micro_batch_samples * train.max_tokens
-        context = tokens * (len(drafter.target_layer_ids) * hidden + 3 * hidden + 4 * keys * layers)
+        per_token = (len(drafter.target_layer_ids) + 3) * hidden + 4 * keys * layers
+        context = self.forward_tokens * per_token
         return self.value_bytes * (kept + context)
+
+    @property
+    def forward_tokens(self) -> int:
+        """Context tokens of the largest forward: a pack, or a micro-batch of the longest documents."""
+        train = self.config.train
+        return train.pack_tokens or train.micro_batch_samples * train.max_tokens
+
+    @property
+    def forward_blocks(self) -> int:
+        train = self.config.train
+        return train.pack_blocks or train.micro_batch_samples * train.num_anchors
 
     @property
     def ends_bytes(self) -> int:
@@ -107,9 +118,8 @@ class TrainPlan:
     @property
     def whole_logits_bytes(self) -> int:
         """What the logits of one micro-batch would take if they existed."""
-        train, slots = self.config.train, self.config.drafter.block_size - 1
-        rows = train.micro_batch_samples * train.num_anchors * slots
-        return rows * self.config.target.vocab_size * self.value_bytes
+        slots = self.config.drafter.block_size - 1
+        return self.forward_blocks * slots * self.config.target.vocab_size * self.value_bytes
 
     def gpu_bytes(self, zero_stage: int, num_gpus: int) -> float:
         rest = self.activation_bytes + self.ends_bytes + self.chunk_bytes
