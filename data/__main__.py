@@ -8,14 +8,18 @@ import sys
 from pathlib import Path
 
 from common.command import run_command, stage_parser
-from common.distributed import distributed
+from common.distributed import distributed, rank_from_environment
 from common.fingerprint import require_equal
 from configs.load import load_config
 from configs.schema import Config
 from data.build import build_corpus, format_counts, select_only
 from data.corpus import read_corpus_manifest
+from data.mix import unverified
+from data.page import Wanted, page_path, write_page
+from data.pin import hub_commit, included_files, pin_file
 from data.show import show_rows, wants_colour
 from data.template import ChatTemplate
+from data.verify import verify_corpus
 from target.identity import target_identity
 from target.load import load_tokenizer
 
@@ -25,9 +29,18 @@ _TIMEOUT_S = 7 * 86_400.0
 
 def main(options: argparse.Namespace) -> None:
     config = load_config(options.config, options.overrides)
+    is_look = options.select or options.pin or options.verify or options.show is not None
+    if is_look and rank_from_environment() > 0:
+        return  # one rank is enough for what makes no label
     if options.select:
         num_prompts = select_only(config, options.select)
         print(f"wrote {num_prompts} prompts to {options.select}; no label was made")
+        return
+    if options.pin:
+        _pin(Path(options.config))
+        return
+    if options.verify:
+        _verify(config)
         return
     if options.show is not None:
         _show(config, options.show)
@@ -43,6 +56,33 @@ def main(options: argparse.Namespace) -> None:
             f"corpus {folder} {state}: {manifest.num_rows} samples, {manifest.num_tokens} tokens "
             f"({manifest.num_response_tokens} of responses) in {len(manifest.shards)} shards"
         )
+        _write_page(config, folder)
+
+
+def _write_page(config: Config, folder: Path) -> None:
+    """Unless it is there, or the corpus was made before there were such pages."""
+    path = page_path(folder)
+    if not path.is_file() and (folder / "findings.json").is_file():
+        unchecked = unverified(config.data)
+        sources = config.data.sources
+        wanted = {s.name: Wanted(s.take, s.license, s.name in unchecked) for s in sources}
+        write_page(folder, config.run.name, wanted)
+    if path.is_file():
+        print(f"page: {path}")
+
+
+def _pin(file: Path) -> None:
+    for each in included_files(file):
+        for pinned in pin_file(each, hub_commit):
+            print(f"{each}: {pinned.path} {pinned.before or 'unpinned'} -> {pinned.commit}")
+
+
+def _verify(config: Config) -> None:
+    found = verify_corpus(config)
+    print(
+        f"corpus of {config.run.folder} is whole: {found.num_rows} rows with {found.num_tokens} tokens of "
+        f"{found.num_conversations} conversations, {found.num_rejected} rejected rows listed"
+    )
 
 
 def _show(config: Config, num_rows: int) -> None:
@@ -79,5 +119,11 @@ if __name__ == "__main__":
         type=int,
         metavar="N",
         help="only print N rows of the finished corpus in colour: context, generated, masked",
+    )
+    parser.add_argument(
+        "--verify", action="store_true", help="read a finished corpus again, whole, and check it"
+    )
+    parser.add_argument(
+        "--pin", action="store_true", help="write every hub set's newest commit into the recipe"
     )
     run_command(parser, main)

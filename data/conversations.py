@@ -17,7 +17,8 @@ from typing import Any
 
 from configs.schema import Bounds, SourceSection
 from data.packages import PACKAGES_FOLDER
-from data.sources import Places, Row, read_blocks
+from data.rows import Row
+from data.sources import Places, read_blocks
 
 Message = dict[str, Any]
 """At least `role` and `content`; of further keys those that chat templates read (see _TEMPLATE_KEYS)."""

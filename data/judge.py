@@ -21,7 +21,7 @@ from data.conversations import (
 )
 from data.filters import broken_unicode, other_language, repeats_itself, wrong_order
 from data.prompts import Prompt
-from data.sources import Row
+from data.rows import Row
 from data.template import ChatTemplate
 from data.turns import first_context
 

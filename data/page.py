@@ -25,7 +25,8 @@ class Wanted:
 
     take: int | None
     license: str
-    facts: str
+    is_unverified: bool
+    """Nobody has checked the licence."""
 
 
 def page_path(folder: Path) -> Path:
@@ -144,23 +145,32 @@ def _mix(manifest: CorpusManifest, summary: Summary, wanted: Mapping[str, Wanted
                 percent(mix.get("response_tokens", 0) / max(mix.get("tokens", 0), 1)),
                 percent(lengths.num_finished / max(lengths.num_rows, 1)),
                 percent(mix.get("thinking_rows", 0) / max(lengths.num_rows, 1)),
-                text(", ".join(mix.get("licenses", {})) or wanted[name].license),
+                _license(mix, wanted.get(name)),
             ]
         )
     categories: dict[str, float] = {}
     for mix in manifest.mix.values():
         categories[mix["category"]] = categories.get(mix["category"], 0) + mix["tokens"]
-    note = "Rows are what is trained on; a conversation gives several where the chat template rewrites its history."
+    note = (
+        "Bars: tokens by category. Rows are what is trained on; a conversation gives several where the chat template "
+        "rewrites its history. Generated: share of tokens that the target made."
+    )
     return _section(
         "Mix", note, bars("share of tokens", categories) + table(head.split(","), rows, 2)
     )
 
 
+def _license(mix: Mapping[str, Any], want: Wanted | None) -> str:
+    found = ", ".join(mix.get("licenses", {})) or (want.license if want else "-")
+    return text(found) + (" (unverified)" if want and want.is_unverified else "")
+
+
 def _lengths(summary: Summary) -> str:
+    categories = summary.by_category if len(summary.by_category) > 1 else {}
     charts = "".join(
         f'<div class="pair">{histogram(f"{name}: context tokens", lengths.prompt)}'
         f"{histogram(f'{name}: generated tokens', lengths.response)}</div>"
-        for name, lengths in [("all", summary.total), *sorted(summary.by_category.items())]
+        for name, lengths in [("all", summary.total), *sorted(categories.items())]
     )
     rows = [
         [

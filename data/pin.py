@@ -5,7 +5,7 @@ A set that changes between two runs, or is taken over (it has happened), is then
 
 from __future__ import annotations
 
-import logging
+import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,8 +13,6 @@ from pathlib import Path
 import yaml
 
 from common.files import atomic_path
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -54,6 +52,7 @@ def included_files(file: Path) -> list[Path]:
     return [file, *(file.parent / name for name in ([names] if isinstance(names, str) else names))]
 
 
+@functools.cache
 def hub_commit(path: str) -> str:
     """The set's newest commit. Raises FileNotFoundError, in one line, if the hub does not say it."""
     import httpx

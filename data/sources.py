@@ -21,22 +21,13 @@ import pyarrow.parquet as pq
 
 from common.files import sha256_file
 from configs.schema import SourceSection
+from data import rows as blocks
+from data.hub import hub_parts, is_local
 from data.packages import PACKAGES_FOLDER
 from data.recipes import read_fallback, read_recipe, read_tools, recipe_named
+from data.rows import Part, Row, listed
 
-BLOCK_ROWS = 2048
-_SHUFFLE_BUFFER = 10_000
 _FILE_KINDS = ("jsonl", "json", "csv", "parquet")
-
-
-@dataclass(frozen=True)
-class Row:
-    where: str
-    """File and row, for messages to the user."""
-    value: bytes | dict[str, Any]
-    """A line of JSON that is not parsed yet, or the row's columns."""
-    license: str | None = None
-    """If the source states one itself."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +67,7 @@ def read_blocks(source: SourceSection, places: Places) -> Iterator[Block]:
 
 def is_streamed(source: SourceSection) -> bool:
     """Rows arrive one after the other over a network: ranks share such sources whole, not by blocks."""
-    return source.kind == "datasets" and source.streaming and not _is_local(source)
+    return source.kind == "datasets" and source.streaming and not is_local(source)
 
 
 def count_rows(source: SourceSection, places: Places) -> int | None:
@@ -100,30 +91,19 @@ def source_identity(source: SourceSection) -> list[str]:
     return [f"{source.path}@{source.revision}"]
 
 
-@dataclass(frozen=True)
-class _Part:
-    num_rows: int
-    rows: Callable[[], Iterable[Row]]
-
-
 def _first(rows: Callable[[], Iterable[Row]], count: int) -> Callable[[], Iterable[Row]]:
     return lambda: itertools.islice(rows(), count)
 
 
-def _parts(source: SourceSection, places: Places) -> Iterator[_Part]:
+def _parts(source: SourceSection, places: Places) -> Iterator[Part]:
     if source.kind == "packages":
-        yield from _listed(_package_rows(source, places))
+        yield from listed(_package_rows(source, places))
     elif source.kind == "datasets":
-        yield from _dataset_parts(source, places)
+        yield from hub_parts(source, places.seed)
     else:
         read = {"jsonl": _jsonl, "json": _json, "csv": _csv, "parquet": _parquet}[source.kind]
         for path in _files(source):
             yield from read(path)
-
-
-def _listed(rows: Iterator[Row]) -> Iterator[_Part]:
-    while block := list(itertools.islice(rows, BLOCK_ROWS)):
-        yield _Part(len(block), lambda block=block: block)
 
 
 def _package_rows(source: SourceSection, places: Places) -> Iterator[Row]:
@@ -185,17 +165,17 @@ def _count_lines(path: Path) -> int:
         return sum(1 for line in file if line.strip())
 
 
-def _jsonl(path: Path) -> Iterator[_Part]:
+def _jsonl(path: Path) -> Iterator[Part]:
     with _named(path), _opened(path) as file:
         lines = (
             Row(f"{path}:{number}", line)
             for number, line in enumerate(file, start=1)
             if line.strip()
         )
-        yield from _listed(lines)
+        yield from listed(lines)
 
 
-def _json(path: Path) -> Iterator[_Part]:
+def _json(path: Path) -> Iterator[Part]:
     """A file that is one list of objects; it is held in memory whole."""
     with _named(path), _opened(path) as file:
         text = file.read()
@@ -209,7 +189,7 @@ def _json(path: Path) -> Iterator[_Part]:
         raise ValueError(
             f"{path}: expected a list of JSON objects, found {type(values).__name__}; put the rows in a list"
         )
-    yield from _listed(
+    yield from listed(
         Row(
             f"{path} row {number}", value if isinstance(value, dict) else json.dumps(value).encode()
         )
@@ -217,7 +197,7 @@ def _json(path: Path) -> Iterator[_Part]:
     )
 
 
-def _csv(path: Path) -> Iterator[_Part]:
+def _csv(path: Path) -> Iterator[Part]:
     """First line: column names. Cells may hold line breaks and megabytes."""
     csv.field_size_limit(2**31 - 1)
     with _named(path), _opened(path) as file:
@@ -225,77 +205,18 @@ def _csv(path: Path) -> Iterator[_Part]:
             line.decode("utf-8-sig" if number == 0 else "utf-8") for number, line in enumerate(file)
         )
         reader = csv.DictReader(text, strict=True)
-        yield from _listed(
+        yield from listed(
             Row(f"{path}:{reader.line_num}", {str(k): v for k, v in row.items()}) for row in reader
         )
 
 
-def _parquet(path: Path) -> Iterator[_Part]:
+def _parquet(path: Path) -> Iterator[Part]:
     number = 0
     with _named(path), pq.ParquetFile(path) as file:
-        for batch in file.iter_batches(BLOCK_ROWS):
-            yield _Part(batch.num_rows, _batch_rows(path, number, batch))
+        for batch in file.iter_batches(blocks.BLOCK_ROWS):
+            yield Part(batch.num_rows, _batch_rows(path, number, batch))
             number += batch.num_rows
 
 
 def _batch_rows(path: Path, first: int, batch: pa.RecordBatch) -> Callable[[], Iterable[Row]]:
     return lambda: (Row(f"{path} row {first + i}", row) for i, row in enumerate(batch.to_pylist()))
-
-
-def _is_local(source: SourceSection) -> bool:
-    return source.path is not None and Path(source.path).is_dir()
-
-
-def _dataset_parts(source: SourceSection, places: Places) -> Iterator[_Part]:
-    if source.path is None:
-        raise ValueError(
-            f"data.sources {source.name!r} of kind datasets needs a path: a hub id or local folder"
-        )
-    import datasets  # seconds and 100 MB that only this kind of source pays
-
-    saved = [
-        Path(source.path) / source.dataset_split,
-        Path(source.path),
-    ]  # save_to_disk's two forms
-    folder = next((str(p) for p in saved if (p / "state.json").is_file()), None)
-    try:
-        if folder is not None:
-            yield from _table_parts(source, datasets.load_from_disk(folder))
-            return
-        rows = datasets.load_dataset(
-            source.path,
-            source.subset,
-            split=source.dataset_split,
-            revision=source.revision,
-            streaming=source.streaming,
-        )
-        if isinstance(rows, datasets.IterableDataset):
-            yield from _streamed_parts(source, rows, places.seed)
-        else:
-            yield from _table_parts(source, rows)
-    except ConnectionError as error:
-        raise FileNotFoundError(
-            f"data.sources {source.name!r}: {source.path} is not here and the hub is out of reach; the same command "
-            "goes on once it is back; for a machine without it fetch the set first (streaming: false)"
-        ) from error
-
-
-def _table_parts(source: SourceSection, table: Any) -> Iterator[_Part]:
-    """Of a datasets.Dataset, which is memory-mapped: any block without the others."""
-    for first in range(0, len(table), BLOCK_ROWS):
-        indices = range(first, min(first + BLOCK_ROWS, len(table)))
-        yield _Part(
-            len(indices),
-            lambda indices=indices: (
-                Row(f"{source.path} row {i}", dict(table[i])) for i in indices
-            ),
-        )
-
-
-def _streamed_parts(source: SourceSection, rows: Any, seed: int) -> Iterator[_Part]:
-    """Of a datasets.IterableDataset. A part of it is a sample spread over its files, not its head: sets are often sorted."""
-    if source.read is not None:
-        rows = rows.shuffle(seed=seed, buffer_size=_SHUFFLE_BUFFER)
-    yield from _listed(
-        Row(f"{source.path} row {number}", dict(row)) for number, row in enumerate(rows)
-    )

@@ -29,18 +29,22 @@ class Lengths:
     prompt: Counter[int] = field(default_factory=Counter)
     """Tokens that were not generated."""
     response: Counter[int] = field(default_factory=Counter)
+    longest_prompt: int = 0
+    longest_response: int = 0
 
     def add(self, prompt: int, response: int, finished: bool) -> None:
         self.num_rows += 1
+        self.longest_prompt = max(self.longest_prompt, prompt)
+        self.longest_response = max(self.longest_response, response)
         self.num_finished += finished
         self.prompt[length_bin(prompt)] += 1
         self.response[length_bin(response)] += 1
 
     def prompt_at(self, share: float) -> int:
-        return _percentile(self.prompt, share)
+        return min(_percentile(self.prompt, share), self.longest_prompt)
 
     def response_at(self, share: float) -> int:
-        return _percentile(self.response, share)
+        return min(_percentile(self.response, share), self.longest_response)
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
-import data.sources
+import data.rows
 from common.distributed import Ranks
 from configs.schema import Config
 from data.build import build_corpus, corpus_settings, prepare_plan
@@ -71,7 +71,7 @@ def planned(config: Config, folder: Path) -> tuple[Plan, list[Prompt], dict[str,
 
 @pytest.fixture
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(data.sources, "BLOCK_ROWS", 5)
+    monkeypatch.setattr(data.rows, "BLOCK_ROWS", 5)
     monkeypatch.setattr("data.selection._BUCKET_ROWS", 7)
     monkeypatch.setattr("data.selection.UNITS_PER_CHUNK", 1)
 
@@ -96,7 +96,7 @@ def mixed(tmp_path: Path, tiny_config: MakeConfig) -> Config:
 
 def test_blocks_and_buckets_change_no_byte(mixed, tmp_path, monkeypatch):
     _, _, whole = planned(mixed, tmp_path / "whole")
-    monkeypatch.setattr(data.sources, "BLOCK_ROWS", 5)
+    monkeypatch.setattr(data.rows, "BLOCK_ROWS", 5)
     monkeypatch.setattr("data.selection._BUCKET_ROWS", 7)
     _, _, blocks = planned(mixed, tmp_path / "blocks")
     assert whole["prompts.parquet"] == blocks["prompts.parquet"]
@@ -271,7 +271,7 @@ def test_the_page_stands_alone_and_escapes_what_it_shows(tiny_config, tmp_path):
     )
     build_corpus(config, ranks())
     folder = config.run.folder / "corpus"
-    wanted = {"m": Wanted(30, "MIT", "-"), "evil": Wanted(None, "MIT", "-")}
+    wanted = {"m": Wanted(30, "MIT", False), "evil": Wanted(None, "MIT", True)}
     page = write_page(folder, "run", wanted)
     text = page.read_text()
     assert "<script" not in text

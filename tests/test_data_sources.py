@@ -10,7 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-import data.sources
+import data.rows
 from configs.schema import Bounds, SourceSection
 from data.conversations import Malformed, read_conversations
 from data.sources import Places, count_rows, read_blocks
@@ -48,7 +48,7 @@ def test_every_kind_of_file_gives_the_same_rows(tmp_path):
 
 @pytest.mark.parametrize("kind", ["jsonl", "json", "csv", "parquet"])
 def test_blocks_tile_the_source_and_read_is_a_prefix(tmp_path, monkeypatch, kind):
-    monkeypatch.setattr(data.sources, "BLOCK_ROWS", 4)
+    monkeypatch.setattr(data.rows, "BLOCK_ROWS", 4)
     path = written(tmp_path)[f"rows.{kind}"]
     for limit in (None, 1, 4, 7, 10, 99):
         chosen = source(path, kind, read=limit)
@@ -63,7 +63,7 @@ def test_blocks_tile_the_source_and_read_is_a_prefix(tmp_path, monkeypatch, kind
 
 
 def test_a_block_can_be_read_without_the_others_and_twice(tmp_path, monkeypatch):
-    monkeypatch.setattr(data.sources, "BLOCK_ROWS", 4)
+    monkeypatch.setattr(data.rows, "BLOCK_ROWS", 4)
     chosen = source(written(tmp_path)["rows.jsonl"], "jsonl")
     last = list(read_blocks(chosen, Places()))[-1]
     first, second = list(last.rows()), list(last.rows())
