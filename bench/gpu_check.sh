@@ -16,11 +16,14 @@ case "${1:-}" in
   -h | --help) sed -n '2,8s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"; exit 0 ;;
   *) echo "error: unknown argument '$1'; bench/gpu_check.sh --help" >&2; exit 2 ;;
 esac
+# a trained hybrid if its recipe has run here, else the bench's own random one
+run=(--dry)
+[ -f outputs/hybrid/checkpoints/index.json ] && run=(configs/hybrid.yaml)
 python=${PYTHON:-.venv/bin/python}
 [ -x "$python" ] || python=$(command -v python3)
 out=${OUT:-outputs/gpu-check}
 work=outputs/gpu-check/parts
-export PYTHONPATH=$PWD PYTHONUNBUFFERED=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1 WANDB_MODE=disabled
+export PYTHONPATH=$PWD PYTHONUNBUFFERED=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1 WANDB_MODE=disabled TRANSFORMERS_VERBOSITY=error
 rm -rf "$work" && mkdir -p "$work" "$out"
 
 # part NAME SECONDS COMMAND...: run it, keep its log, write down how it ended and how long it took
@@ -37,7 +40,7 @@ part() {
 bench() { local module=$1 name=$2 limit=$3; shift 3; part "$name" "$limit" "$python" -m "bench.$module" --output "$work/$name.json" "$@"; }
 
 if [ "$device" = cpu ]; then
-  export OMP_NUM_THREADS=1 CUDA_VISIBLE_DEVICES=
+  export OMP_NUM_THREADS=1 CUDA_VISIBLE_DEVICES= DS_ACCELERATOR=cpu
   part tests 300 "$python" -m pytest -p no:cacheprovider -m "not gpu and not slow" --junitxml="$work/tests.xml" tests/test_gpu_stages.py
   bench tree_build build 120 --device cpu
   bench tree_verify verify 120 --device cpu --nodes 16 --rounds 1 --context 64
@@ -47,7 +50,7 @@ else
   part tests 130 "$python" -m pytest -p no:cacheprovider -m gpu --junitxml="$work/tests.xml" tests
   bench tree_build build 20 --device cuda
   bench tree_verify verify 55 --device cuda --size qwen3.6-27b --dtype bfloat16 --context 2048 --nodes 16 64 128 256 --rounds 3
-  bench decode decode 45 --device cuda
+  bench decode decode 45 --device cuda "${run[@]}"
   bench mission_layers mission 50 --device cuda
 fi
 "$python" -m bench.gpu_summary "$work" "$out/gpu-check.json" "${dry[@]}"

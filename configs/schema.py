@@ -93,7 +93,7 @@ class HybridTarget(Section):
     kind: Literal["hybrid"] = "hybrid"
     seed: int = Field(default=0, ge=0)
     steps: PositiveInt = 600
-    """Optimizer steps; 600 of 8 x 256 tokens read the text 1.3 times."""
+    """Optimizer steps; 600 of 8 x 256 tokens read the text 1.2 times."""
     batch_rows: PositiveInt = 8
     row_tokens: int = Field(default=256, ge=16)
     learning_rate: float = Field(default=4e-3, gt=0)
