@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
@@ -86,19 +86,14 @@ def verify_export(job: VerifyJob) -> Verification:
     check_head(head, config)
     require_same_head(head, job.target)
     require_targets_own(job.export, lambda: head)
-    drafter = load_drafter(job.export, device, torch.float32)
     rows = [_Row.of(row, head, config) for row in _rows(features, job.num_rows)]
     if not rows:
         raise ValueError(
             f"no row of {job.features} has a response of two tokens, so nothing can be verified; run extract"
         )
-    served = [row.in_serving(drafter) for row in rows]
-    drafter = load_drafter(job.checkpoint, device, torch.float32)
-    master = [row.in_training(drafter) for row in rows]
-    for parameter in drafter.parameters():
-        parameter.copy_(parameter.bfloat16())
-    rounded = [row.in_training(drafter) for row in rows]
-    result = _compare(torch.cat(rounded), torch.cat(served), torch.cat(master), head.head)
+    served = _served(job.export, rows, device)
+    master, rounded = _trained(job.checkpoint, rows, device)
+    result = _compare(rounded, served, master, head.head)
     if not result.reload_difference <= TOLERANCE:  # also if it is NaN
         raise ValueError(
             f"the export of {job.checkpoint} does not compute what was trained: its logits differ by {result.reload_difference:.1e} "
@@ -131,6 +126,22 @@ def _rows(features: FeatureSet, num_rows: int) -> Iterator[FeatureRow]:
     """The first rows, in corpus order, that have an anchor."""
     rows = (features.read(entry) for entry in features.entries if entry.num_response_tokens > 1)
     return islice((row for row in rows if len(find_anchors(row.loss_mask, 1))), num_rows)
+
+
+def _served(export: Path, rows: Sequence[_Row], device: torch.device) -> Tensor:
+    """Hidden states (blocks, K-1, H) of the exported drafter, which is gone afterwards."""
+    drafter = load_drafter(export, device, torch.float32)
+    return torch.cat([row.in_serving(drafter) for row in rows])
+
+
+def _trained(checkpoint: Path, rows: Sequence[_Row], device: torch.device) -> tuple[Tensor, Tensor]:
+    """Of the checkpoint, as it is and rounded to bf16."""
+    drafter = load_drafter(checkpoint, device, torch.float32)
+    master = torch.cat([row.in_training(drafter) for row in rows])
+    for parameter in drafter.parameters():
+        # a tensor of its own: in place, each page of the checkpoint's file would be copied
+        parameter.data = parameter.data.bfloat16().float()
+    return master, torch.cat([row.in_training(drafter) for row in rows])
 
 
 @dataclass(frozen=True)
