@@ -16,12 +16,13 @@ def replay_child_ranks(
 ) -> list[list[int]]:
     """A list a pass of one replayed response.
 
-    gold_child_ranks[i], accepted[i]: the recorded tokens' places after anchor i, and how many of them are accepted there.
+    gold_child_ranks[i], accepted[i]: the recorded tokens' places after anchor i, and how many of them are accepted there;
+    never more than the record holds, so no pass is cut inside its accepted path.
     passes: emitted tokens a pass (ddtree.replay.replay_walk); each starts where the one before ended.
     """
     found, anchor = [], 0
     for emitted in passes:
-        found.append(list(gold_child_ranks[anchor][: min(accepted[anchor], emitted)]))
+        found.append(list(gold_child_ranks[anchor][: accepted[anchor]]))
         anchor += emitted
     return found
 

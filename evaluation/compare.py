@@ -48,7 +48,7 @@ def comparison_lines(result: Mapping[str, Any]) -> list[str]:
     names = [
         f"{letter}: {result[key]['name']}" for letter, key in (("A", "first"), ("B", "second"))
     ]
-    return [*names, "", *aligned(rows), *_left_out(result)]
+    return [*names, "", *aligned(rows), *_left_out(result), *result["notes"]]
 
 
 def write_comparison(path: Path, result: Mapping[str, Any]) -> None:
@@ -61,7 +61,7 @@ def write_comparison(path: Path, result: Mapping[str, Any]) -> None:
         heading("Is B the better draft tree?", f"A: {first['name']} · B: {second['name']}"),
         f'<div class="cards">{"".join(_card(row) for row in _headlines(lines))}</div>',
         '<div class="grid">',
-        section("Every acceptor", [NOTE], _table(_of_all(result)), "wide"),
+        section("Every acceptor", [NOTE, *result["notes"]], _table(_of_all(result)), "wide"),
         section("Difference by tree budget", ["Above 0 B is better."], chart),
         section("By task", ["The largest budget of each acceptor."], _task_table(result)),
         *(section(letter, [], _facts(side)) for letter, side in (("A", first), ("B", second))),

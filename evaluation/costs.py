@@ -86,6 +86,7 @@ class MeasuredCost:
     def to_json(self) -> dict[str, Any]:
         """With the fit beside the points, for a reader's eye."""
         return asdict(self) | {
+            "points": [asdict(point) for point in self.points],
             "plain_step": self.plain_step,
             "fitted_round": list(self.round_cost().seconds),
         }

@@ -90,8 +90,9 @@ def _speed_section(report: dict[str, Any], palette: Palette, temperature: float)
     modelled = report["modelled"]
     if modelled:
         notes = [
-            "Acceptance length (replay) x seconds of a plain step / seconds of a round with that many nodes, as measured on "
-            "this machine; hollow dots are measured by live decoding. The best budget is chosen on these very prompts."
+            "Acceptance length (replay) x seconds of a plain step / seconds of a round with that many nodes, measured on "
+            f"{report['settled']['costs']['machine']}; hollow dots are measured by live decoding. The best budget is chosen on "
+            "these very prompts."
         ]
         chart = by_budget("speed-up", modelled, measured, palette, "speedup", 1.0)
         return section("Speed over plain decoding, modelled", notes, chart)
@@ -140,7 +141,7 @@ def _quality(report: dict[str, Any]) -> list[str]:
             ["Is the recorded token among the slot's k likeliest, whatever came before it?"],
             recall_chart(report["recall"]),
         ),
-        _calibration_section(report["calibration"]),
+        _calibration_section(report),
     ]
     if taken:
         parts.insert(
@@ -157,8 +158,8 @@ def _quality(report: dict[str, Any]) -> list[str]:
     return parts
 
 
-def _calibration_section(calibration: dict[str, Any]) -> str:
-    before = calibration["unfitted"]
+def _calibration_section(report: dict[str, Any]) -> str:
+    calibration, before = report["calibration"], report["calibration"]["unfitted"]
     if before is None:
         curves = {"drafter": calibration["nodes"]}
         notes = [f"Expected calibration error over nodes: {_number(calibration['ece'])}."]
@@ -166,7 +167,8 @@ def _calibration_section(calibration: dict[str, Any]) -> str:
         curves = {"after the temperature fit": calibration["nodes"], "before": before["nodes"]}
         notes = [
             f"Expected calibration error over nodes: {_number(before['ece'])} before the temperature fit, "
-            f"{_number(calibration['ece'])} after it."
+            f"{_number(calibration['ece'])} after it.",
+            _fit_note(report["settled"]["temperatures"]),
         ]
     return section(
         "Is the drafter's confidence true?",
@@ -176,6 +178,18 @@ def _calibration_section(calibration: dict[str, Any]) -> str:
             *notes,
         ],
         calibration_chart(curves) + calibration_table(calibration, before),
+    )
+
+
+def _fit_note(fit: dict[str, Any]) -> str:
+    def loss(name: str) -> float:
+        pairs = zip(fit[name], fit["num_tokens"], strict=True)
+        return sum(value * count for value, count in pairs) / sum(fit["num_tokens"])
+
+    values = ", ".join(f"{value:.2f}" for value in fit["temperatures"])
+    return (
+        f"Temperatures a slot: {values}; loss {loss('nll_before'):.4f} to {loss('nll_after'):.4f} nats a token on "
+        f"{fit['fitted_on']['num_rows']} {fit['fitted_on']['split']} rows."
     )
 
 

@@ -42,7 +42,7 @@ def read_evaluation(place: Path) -> Evaluation:
     report = read_json(path, REMEDY)
     with fields_of(path, REMEDY):
         records = read_prompt_records(path.parent, report["prompts"])
-        missing = {"settings", "drafter", "facts", "rows", "calibration"} - report.keys()
+        missing = {"settings", "settled", "drafter", "facts"} - report.keys()
         if missing:
             raise KeyError(min(missing))
     return Evaluation(path, report, records)
@@ -69,9 +69,22 @@ def compare_evaluations(first: Evaluation, second: Evaluation) -> dict[str, Any]
         "first": _identity(first),
         "second": _identity(second),
         "rows": rows,
+        "notes": _notes(first, second, shared),
         "only_first": [asdict(kind) for kind in kinds if kind not in others],
         "only_second": [asdict(kind) for kind in others if kind not in kinds],
     }
+
+
+def _notes(first: Evaluation, second: Evaluation, kinds: Sequence[Kind]) -> list[str]:
+    """What is no reason to refuse and yet must be known."""
+    notes = []
+    costs = [side.report["settled"]["costs"] for side in (first, second)]
+    if costs[0] != costs[1] and any(kind.acceptor == "tree_cost" for kind in kinds):
+        notes.append(
+            "tree_cost sized its trees by other round costs in A than in B, which is no merit of a drafter; evaluate both with "
+            "the same evaluation.cost_file"
+        )
+    return notes
 
 
 def _rows(

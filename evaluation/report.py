@@ -33,6 +33,14 @@ class Identity:
 
 
 @dataclass(frozen=True)
+class Settled:
+    """What was settled before: temperatures.json's and costs.json's content, None where there is none."""
+
+    temperatures: dict[str, Any] | None = None
+    costs: dict[str, Any] | None = None
+
+
+@dataclass(frozen=True)
 class Measured:
     """All records of one evaluation. `sums` are those of `replayed`, whose responses were sampled at `record_temperature`."""
 
@@ -44,6 +52,7 @@ class Measured:
     """None if the target did not write the responses."""
     cost: RoundSeconds | None = None
     """Where it was measured."""
+    settled: Settled = Settled()
 
     def prompt_records(self) -> list[PromptRecord]:
         """Replayed prompts first, acceptors in the order of all tables."""
@@ -100,6 +109,7 @@ def build_report(
         "config": identity.config,
         "settings": identity.settings,
         "facts": identity.facts,
+        "settled": asdict(measured.settled),
         "rows": rows,
         "gain": gain_rows(records),
         "modelled": _modelled(rows, measured),

@@ -37,7 +37,7 @@ from evaluation.records import (
     replay_to_json,
 )
 from evaluation.replay import ReplayOptions, empty_sums, replay_row
-from evaluation.report import Identity, Measured, build_report
+from evaluation.report import Identity, Measured, Settled, build_report
 from evaluation.tuning import Tuning, TuningFiles, fit_on_validation, settle
 from target.head import load_target_head
 from target.identity import target_identity
@@ -193,9 +193,16 @@ def write_report(work: Work) -> dict[str, Any]:
     sums = empty_sums(work.source.config, options)
     for row in replayed:
         sums += row.sums
-    cost = work.tuning.read_costs().round_seconds() if work.tuning.needs_costs else None
-    temperature = _record_temperature(work.config)
-    measured = Measured(options, replayed, live, sums, temperature, cost)
+    cost = work.tuning.read_costs() if work.tuning.needs_costs else None
+    measured = Measured(
+        options,
+        replayed,
+        live,
+        sums,
+        _record_temperature(work.config),
+        cost and cost.round_seconds(),
+        Settled(work.tuning.read_fit(), cost and cost.to_json()),
+    )
     records = measured.prompt_records()
     report = build_report(work.identity, measured, records)
     report["prompts"] = write_prompt_records(work.folder, records)

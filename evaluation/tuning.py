@@ -24,6 +24,8 @@ from target.head import TargetHead
 
 logger = logging.getLogger(__name__)
 
+REMEDY = "remove it and run `./launch.sh evaluate` again"
+
 
 @dataclass(frozen=True)
 class Tuning:
@@ -67,6 +69,10 @@ class TuningFiles:
 
     def read_costs(self) -> MeasuredCost:
         return read_costs(self.costs)
+
+    def read_fit(self) -> dict[str, Any] | None:
+        """temperatures.json's content, for the report; None without a fit."""
+        return read_json(self.temperatures, REMEDY) if self.needs_fit else None
 
 
 def settle(
@@ -119,7 +125,6 @@ def _mean(values: Sequence[float], counts: Sequence[int]) -> float:
 
 
 def _read_temperatures(path: Path) -> tuple[float, ...]:
-    remedy = "remove it and run `./launch.sh evaluate` again"
-    value = read_json(path, remedy)
-    with fields_of(path, remedy):
+    value = read_json(path, REMEDY)
+    with fields_of(path, REMEDY):
         return tuple(float(item) for item in value["temperatures"])

@@ -17,7 +17,7 @@ from evaluation.live import LiveDecode, LiveRecord
 from evaluation.outcomes import anchor_outcomes
 from evaluation.parity import Parity
 from evaluation.replay import ReplayOptions, RowReplay
-from evaluation.report import Identity, Measured
+from evaluation.report import Identity, Measured, Settled
 from evaluation.scores import SlotScores
 from evaluation.speed import RoundSeconds
 from evaluation.sums import ReplaySums
@@ -120,8 +120,17 @@ def make_evaluation(
     live = [decode_live(row) for row in replayed[:num_live]]
     cost = RoundSeconds(0.01, tuple(0.02 + 0.001 * n for n in range(17))) if has_cost else None
     facts = {"run": run, "target": "target", "drafter": f"drafter of {run}"}
+    fit = {
+        "temperatures": [1.1] * NUM_SLOTS,
+        "nll_before": [2.0] * NUM_SLOTS,
+        "nll_after": [1.9] * NUM_SLOTS,
+        "num_tokens": [9] * NUM_SLOTS,
+        "fitted_on": {"split": "validation", "num_rows": 3, "rows": "r"},
+    }
+    costs = {"machine": "a machine"}
+    settled = Settled(fit if has_fit else None, costs if has_cost else None)
     identity = Identity("t" * 64, run.ljust(64, "0"), "c" * 64, SETTINGS, facts)
-    return Made(identity, Measured(OPTIONS, replayed, live, sums, 0.0, cost))
+    return Made(identity, Measured(OPTIONS, replayed, live, sums, 0.0, cost, settled))
 
 
 def drawn_tree(texts: list[str] | None = None, kind: str = "longest") -> DrawnTree:

@@ -165,6 +165,14 @@ def test_acceptors_of_one_side_are_named_and_left_out(
     assert result["only_second"] == []
 
 
+def test_trees_sized_by_other_costs_are_told(two_runs: tuple[Path, Path]) -> None:
+    a, b = (read_evaluation(path) for path in two_runs)
+    assert compare_evaluations(a, b)["notes"] == []
+    report = {**b.report, "settled": {"temperatures": None, "costs": {"machine": "another"}}}
+    [note] = compare_evaluations(a, dataclasses.replace(b, report=report))["notes"]
+    assert "evaluation.cost_file" in note
+
+
 def changed_settings(report: dict[str, Any]) -> None:
     report["settings"]["evaluation.max_new_tokens"] = 99
 

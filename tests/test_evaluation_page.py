@@ -186,6 +186,8 @@ def test_cards_say_what_a_person_decides_by(report: dict[str, Any], tmp_path: Pa
     assert "drafting does not pay on this machine" in page.text
     assert "Lossless: yes6 of 6" in page.text
     assert "Over-confident" in page.text
+    assert "1.10, 1.10, 1.10, 1.10; loss 2.0000 to 1.9000 nats a token on 3 validation" in page.text
+    assert "measured on a machine" in page.text
 
 
 def test_a_lossy_run_an_odd_pass_and_a_weak_task_are_not_hidden(

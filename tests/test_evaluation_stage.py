@@ -22,6 +22,7 @@ from drafter.folder import write_drafter
 from evaluation.inputs import DrafterSource, find_drafter, open_test_features, random_drafter
 from evaluation.live import choose_prompts
 from evaluation.lossless import run_lossless
+from evaluation.pairing import compare_evaluations, read_evaluation
 from evaluation.records import RecordKind, make_missing
 from evaluation.stage import Work, plan_work, run_evaluation
 from evaluation.summary import lossless_lines, summary_lines
@@ -123,6 +124,15 @@ def test_page_is_self_contained_and_shows_the_numbers(tiny_run: TinyRun) -> None
     assert f"{chain['acceptance_macro']:.2f}" in page
     assert page.count("<svg") >= 5
     assert any(line.startswith("chain") for line in summary_lines(tiny_run.report))
+
+
+def test_a_run_compared_with_itself_differs_by_nothing(tiny_run: TinyRun) -> None:
+    """Through the files: report.json, and the prompts.jsonl that it vouches for."""
+    one, two = (read_evaluation(place) for place in (tiny_run.config.run.folder, tiny_run.work.folder))  # fmt: skip
+    assert {record.prompt_id for record in one.records if record.mode == "replay"} == {entry.sample_id for entry in tiny_run.work.replay_entries}  # fmt: skip
+    result = compare_evaluations(one, two)
+    assert {row["mode"] for row in result["rows"]} == {"replay", "live"}
+    assert all(row["difference"] == 0 for row in result["rows"])
 
 
 def test_records_are_kept_and_lost_ones_made_again(tiny_run: TinyRun) -> None:
