@@ -17,6 +17,8 @@ from drafter.folder import load_drafter, resolve_checkpoint
 from train.ablation.judge import (
     Judgement,
     divide_prompts,
+    is_judged,
+    is_trained,
     judge_run,
     judgement_path,
     read_judgement,
@@ -150,17 +152,27 @@ def test_every_variant_continues_the_warmup_on_the_same_data_and_is_judged_once(
     )
     assert not before.fc.weight.equal(after.fc.weight)
 
+    sets = divide_prompts(open_features(run.folder / "features"), ablation)
+    assert not is_judged(run, "judge", sets)
     judge_run(run, "judge", ONE_RANK)
+    assert is_judged(run, "judge", sets)
+    longer = AblationRun(ablation.model_copy(update={"steps": 5}), "tree", 1)
+    assert not is_trained(longer)
     path = judgement_path(run, "judge")
     made = path.stat().st_mtime_ns
     judge_run(run, "judge", ONE_RANK)
     assert path.stat().st_mtime_ns == made
     found = read_judgement(run, "judge")
-    sets = divide_prompts(open_features(run.folder / "features"), ablation)
     assert list(found.raw) == list(found.fitted) == [entry.sample_id for entry in sets.judge]
     assert {key for keys in found.raw.values() for key in keys} == {"chain", "tree-4", "tree-8"}
     # a temperature a slot never changes a slot's order: the chain is the same before and after
     assert [k["chain"] for k in found.raw.values()] == [k["chain"] for k in found.fitted.values()]
+    # an edited variant is no finished run: the trainer then refuses its checkpoint with both values
+    edited = {**ablation.variants, "tree": ("train.loss=tree", "train.tree_budget=4")}
+    changed = AblationRun(ablation.model_copy(update={"variants": edited}), "tree", 1)
+    assert not is_judged(changed, "judge", sets)
+    with pytest.raises(ValueError, match=r"train\.tree_budget=8, this run has 4"):
+        train_drafter(changed.config(), ONE_RANK)
     other = ablation.model_copy(update={"budgets": (8,)})
     judge_run(AblationRun(other, "tree", 1), "judge", ONE_RANK)
     assert path.stat().st_mtime_ns != made

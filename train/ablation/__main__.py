@@ -18,8 +18,8 @@ def main(options: argparse.Namespace) -> None:
     # after the file is known to be good: these imports take seconds
     from common.files import write_json
     from data.features import open_features
-    from train.ablation.judge import divide_prompts
-    from train.ablation.runs import AblationRun, base_config, variants, warmups
+    from train.ablation.judge import divide_prompts, is_judged, is_trained
+    from train.ablation.runs import base_config, variants, warmups
     from train.ablation.schedule import make_features, run_all
     from train.ablation.table import ablation_rows, markdown, to_json, training_curves
 
@@ -27,17 +27,19 @@ def main(options: argparse.Namespace) -> None:
     sets = divide_prompts(open_features(base_config(ablation).run.folder / "features"), ablation)
     counts = ", ".join(f"{len(rows)} {name}" for name, rows in vars(sets).items())
     print(f"held-out prompts: {counts}; {len(variants(ablation))} runs of {ablation.steps} steps")
+    path, prompts = Path(options.file), "confirm" if options.confirm else "judge"
+    runs = variants(ablation)
     if options.confirm:
         if not ablation.confirm or not sets.confirm:
-            raise ValueError(f"{options.file}: --confirm needs `confirm` variants and prompts")
-        names = dict.fromkeys([ablation.baseline, *ablation.confirm])
-        runs = [AblationRun(ablation, n, seed) for seed in ablation.seeds for n in names]
-        run_all(Path(options.file), runs, options.jobs, ["--confirm"])
-    else:
-        run_all(Path(options.file), warmups(ablation), options.jobs, [])
-        run_all(Path(options.file), variants(ablation), options.jobs, [])
+            raise ValueError(f"{path}: --confirm needs `confirm` variants and prompts")
+        runs = [run for run in runs if run.name in {ablation.baseline, *ablation.confirm}]
+    untrained = [run for run in warmups(ablation) if not is_trained(run)]
+    run_all(path, untrained, options.jobs, [])
+    waiting = [run for run in runs if not is_judged(run, prompts, sets)]
+    print(f"{len(runs) - len(waiting)} of {len(runs)} runs are trained and judged already")
+    run_all(path, waiting, options.jobs, ["--confirm"] if options.confirm else [])
     name = "confirm" if options.confirm else "ablation"
-    rows = ablation_rows(ablation, "confirm" if options.confirm else "judge")
+    rows = ablation_rows(ablation, prompts)
     folder = ablation.output_dir
     result = {"name": name, "settings": ablation.model_dump(mode="json"), "rows": to_json(rows)}
     write_json(folder / f"{name}.json", result)

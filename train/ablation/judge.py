@@ -26,6 +26,7 @@ from evaluation.replay import ReplayOptions, replay_row
 from target.head import load_target_head
 from train.ablation.runs import AblationRun
 from train.ablation.settings import Ablation
+from train.checkpoint import Checkpoints
 from train.engine import DTYPES
 
 PromptSet = Literal["judge", "confirm"]
@@ -98,11 +99,11 @@ def judge_run(run: AblationRun, prompts: PromptSet, ranks: Ranks) -> None:
     config, ablation = run.config(), run.ablation
     features = open_features(run.folder / "features")
     sets = divide_prompts(features, ablation)
+    if is_judged(run, prompts, sets):
+        return
     folder = resolve_checkpoint(run.folder / "checkpoints", "last")
     wanted = _identity(run, sets, prompts, drafter_fingerprint(folder))
     path = judgement_path(run, prompts)
-    if path.is_file() and read_judgement(run, prompts).identity == wanted:
-        return
     dtype = DTYPES[config.evaluation.dtype]
     drafter = load_drafter(folder, ranks.device, dtype).eval().requires_grad_(False)
     head = load_target_head(features.checked_head(), ranks.device, dtype)
@@ -127,12 +128,29 @@ def judge_run(run: AblationRun, prompts: PromptSet, ranks: Ranks) -> None:
     write_json(path, asdict(Judgement(wanted, fit.temperatures, tasks, *passes)))
 
 
+def is_judged(run: AblationRun, prompts: PromptSet, sets: PromptSets) -> bool:
+    """Whether the run is trained and its judgement is of this drafter, these rows and settings."""
+    if not is_trained(run) or not judgement_path(run, prompts).is_file():
+        return False
+    folder = resolve_checkpoint(run.folder / "checkpoints", "last")
+    wanted = _identity(run, sets, prompts, drafter_fingerprint(folder))
+    return read_judgement(run, prompts).identity == wanted
+
+
+def is_trained(run: AblationRun) -> bool:
+    """Whether the last step's checkpoint is listed. Other settings than it was made with are the trainer's to refuse."""
+    entries = Checkpoints(run.folder / "checkpoints", 1).entries()
+    return bool(entries) and entries[-1].step == run.num_steps
+
+
 def _identity(run: AblationRun, sets: PromptSets, prompts: PromptSet, drafter: str) -> str:
     config = run.config()
     rows = {name: [entry.sample_id for entry in vars(sets)[name]] for name in ("fit", prompts)}
     return fingerprint(
         [
             drafter,
+            config.train.model_dump(mode="json"),
+            config.drafter.model_dump(mode="json"),
             rows,
             sorted(run.ablation.budgets),
             run.ablation.fit_anchors_per_row,

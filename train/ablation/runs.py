@@ -26,13 +26,16 @@ class AblationRun:
         return self.ablation.output_dir / "runs" / f"{self.name}-seed{self.seed}"
 
     @property
+    def num_steps(self) -> int:
+        return self.ablation.warmup_steps if self.name == WARMUP else self.ablation.steps
+
+    @property
     def warmup(self) -> AblationRun:
         return AblationRun(self.ablation, WARMUP, self.seed)
 
     def config(self) -> Config:
         """The recipe of this run. A variant's names its warm-up's checkpoint, which must be there."""
-        ablation = self.ablation
-        steps = ablation.warmup_steps if self.name == WARMUP else ablation.steps
+        ablation, steps = self.ablation, self.num_steps
         common = [
             f"run.output_dir={self.folder}",
             f"run.name={self.name}-seed{self.seed}",
