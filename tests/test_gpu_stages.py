@@ -6,6 +6,7 @@ before a GPU is at hand. `pytest -m gpu` runs the CUDA half; it fails, and never
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import shutil
@@ -108,7 +109,7 @@ def test_speculative_text_is_the_cpus_greedy_record(
     verifier = TreeVerifier(target, config.drafter.target_layer_ids, num_sequences=2)
     prompts = [torch.tensor(prompt, device=device) for prompt in on_cpu.prompts]
     settings = on_cpu.settings()
-    drafter = on_cpu.drafter.to(device)
+    drafter = copy.deepcopy(on_cpu.drafter).to(device)
     proposer = make_proposer(verifier, drafter, head, prompts, settings)
     decoded = decode_batch(
         verifier,
@@ -118,7 +119,6 @@ def test_speculative_text_is_the_cpus_greedy_record(
         settings,
         list(range(len(prompts))),
     )
-    on_cpu.drafter.to("cpu")
     assert [d.tokens for d in decoded] == on_cpu.records
     if acceptor != PLAIN:  # some pass took more than one token, or nothing was tested
         assert max(max(d.passes, default=1) for d in decoded) > 1
