@@ -161,10 +161,13 @@ class PathBatch:
         cls,
         paths: Sequence[Sequence[int]],
         lengths: Sequence[int],
+        nodes_from: int,
         num_columns: int,
         device: torch.device,
     ) -> PathBatch:
-        """Node indices a row, [] for an idle one; entries that already lie where they belong do not move."""
+        """Node indices a row, [] for an idle one. The nodes lie from cache place `nodes_from` on; entries that already lie
+        where they belong do not move.
+        """
         counts = tuple(len(path) for path in paths)
         nodes = np.zeros((len(paths), max(*counts, 1)), dtype=np.int64)
         is_on_path = np.zeros_like(nodes)
@@ -175,7 +178,7 @@ class PathBatch:
             is_on_path[row, : len(path)] = 1
             longer = np.concatenate([np.arange(num_columns), num_columns + nodes[row, : len(path)]])
             columns[row] = longer[len(path) :]
-            source = max(lengths) + nodes[row, : len(path)]
+            source = nodes_from + nodes[row, : len(path)]
             target = lengths[row] + np.arange(len(path))
             moved.append(np.stack([np.full_like(source, row), source, target])[:, source != target])
         found = _send([nodes, is_on_path, np.concatenate(moved, axis=1), columns], device)

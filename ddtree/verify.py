@@ -70,6 +70,7 @@ class TreeVerifier:
         self._cache = verify_cache(self._layers)
         self._cache_argument = _cache_argument(target.text_model)
         self._parents: list[list[int]] = [[] for _ in self.lengths]  # of the nodes verified last
+        self._nodes_from = 0  # their first place in the caches
         can_merge = _attention(target) == "sdpa" and "full_attention" in target.layer_types
         for merge_from in (MERGE_FROM, 1) if can_merge else (sys.maxsize,):
             self._merge_from = merge_from
@@ -121,7 +122,7 @@ class TreeVerifier:
             # one query is packed by transformers itself
             merges = num_nodes > 1 and self._rows.longest >= self._merge_from
             if merges:
-                stack.enter_context(merging(self._target.model.config.get_text_config()))
+                stack.enter_context(merging(self._target.text_model.config))
                 inputs["committed_lengths"] = nodes.lengths
             masks = self._masks(
                 lambda layer: (
@@ -130,6 +131,7 @@ class TreeVerifier:
             )
             hidden, features = self._forward(inputs, nodes.rope_positions, masks, self._cache)
         self._parents = [[] if tree is None else tree.parents.tolist() for tree in trees]
+        self._nodes_from = self._rows.longest  # a prompt may come in between
         return VerifyOutput(self._head(hidden), features)
 
     @torch.inference_mode()
@@ -140,7 +142,9 @@ class TreeVerifier:
             assert [parents[node] for node in path] == [-1, *path[:-1]][: len(path)], (
                 "not a path from the root of the tree verified last"
             )
-        batch = PathBatch.of(paths, self.lengths, self._num_columns, self._target.device)
+        batch = PathBatch.of(
+            paths, self.lengths, self._nodes_from, self._num_columns, self._target.device
+        )
         for layer in self._layers:
             layer.commit(batch)
         for group in self._delta_nets:
@@ -232,7 +236,7 @@ def _require_mask(target: Target) -> None:
 
 
 def _attention(target: Target) -> str | None:
-    return target.model.config.get_text_config()._attn_implementation
+    return target.text_model.config._attn_implementation
 
 
 def _cache_argument(text_model: nn.Module) -> str:

@@ -105,7 +105,7 @@ def test_outputs_and_states_are_those_of_a_state_a_node(
         paths = [tree.path(int(tree.depths.argmax())) for tree in trees]
         layers = torch.stack([states, 2 * states]).to(dtype)
         _, doubled = tree_delta_rule(given, layers[1], batch, by_substitution)
-        commit_states(layers, [writes, doubled], PathBatch.of(paths, [5, 5], 3, CPU))
+        commit_states(layers, [writes, doubled], PathBatch.of(paths, [5, 5], 5, 3, CPU))
         _, after_doubled = fork_states(inputs, 2 * states, trees)
         for row, path in enumerate(paths):
             assert error(layers[0, row], after[row, path[-1]]) < allowed
@@ -118,7 +118,7 @@ def test_an_idle_row_keeps_its_state() -> None:
     inputs, states = random_inputs("strong", 9, generator)
     _, writes = tree_delta_rule(inputs, states, batch_of(trees))
     layers = states[None].clone()
-    commit_states(layers, [writes], PathBatch.of([[], trees[1].path(8)], [5, 5], 3, CPU))
+    commit_states(layers, [writes], PathBatch.of([[], trees[1].path(8)], [5, 5], 5, 3, CPU))
     assert torch.equal(layers[0, 0], states[0])
     assert not torch.equal(layers[0, 1], states[1])
 
@@ -163,7 +163,7 @@ def test_the_convolution_reads_down_each_path(width: int) -> None:
 
 
 def test_committed_columns_are_the_last_of_cache_and_path() -> None:
-    paths = PathBatch.of([[0, 3], [], [0, 1, 4, 6]], [5, 5, 5], 3, CPU)
+    paths = PathBatch.of([[0, 3], [], [0, 1, 4, 6]], [5, 5, 5], 5, 3, CPU)
     assert paths.columns.tolist() == [[2, 3, 6], [0, 1, 2], [4, 7, 9]]
 
 

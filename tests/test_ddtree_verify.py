@@ -272,6 +272,21 @@ def test_rows_of_a_batch_equal_verifiers_of_their_own(tiny_target: MakeTarget, f
             assert_near(found, single)
 
 
+@families
+def test_a_long_prompt_between_verify_and_commit(tiny_target: MakeTarget, family: str) -> None:
+    generator = torch.Generator().manual_seed(8)
+    target = tiny_target(family)
+    verifier = TreeVerifier(target, TAPS, num_sequences=2)
+    prompt, tree = random_ids(generator, 9), random_tree(generator, 3, 12, [1, 2, 3, 4])
+    verifier.prefill(prompt)
+    verifier.verify([tree, None])
+    verifier.prefill(random_ids(generator, 300), 1)  # longer than all before, and than a buffer
+    verifier.commit([path := tree.path(11), []])
+    found = verifier.verify([chain_tree(torch.tensor([5])), None]).logits[0, 0]
+    expected = plain_logits(target, torch.cat([prompt, tree.tokens[path], torch.tensor([5])]))
+    assert_near(found, expected)
+
+
 def test_only_paths_of_the_last_tree_can_be_committed(tiny_target: MakeTarget) -> None:
     verifier = TreeVerifier(tiny_target(), TAPS)
     verifier.prefill(torch.tensor([1, 2]))
@@ -286,11 +301,11 @@ def test_only_paths_of_the_last_tree_can_be_committed(tiny_target: MakeTarget) -
 
 
 def test_moves_only_what_is_out_of_place() -> None:
-    paths = PathBatch.of([[0, 1, 4, 7]], [9], 0, torch.device("cpu"))
+    paths = PathBatch.of([[0, 1, 4, 7]], [9], 9, 0, torch.device("cpu"))
     assert paths.moved.tolist() == [[0, 0], [13, 16], [11, 12]]
-    assert PathBatch.of([[0, 1, 2]], [9], 0, torch.device("cpu")).moved.shape == (3, 0)
+    assert PathBatch.of([[0, 1, 2]], [9], 9, 0, torch.device("cpu")).moved.shape == (3, 0)
     # a shorter row's nodes lie behind the longest row, so all of them move
-    paths = PathBatch.of([[0, 2], [], [0, 1]], [9, 4, 7], 0, torch.device("cpu"))
+    paths = PathBatch.of([[0, 2], [], [0, 1]], [9, 4, 7], 9, 0, torch.device("cpu"))
     assert paths.moved.tolist() == [[0, 2, 2], [11, 9, 10], [10, 7, 8]]
 
 

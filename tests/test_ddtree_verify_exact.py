@@ -17,6 +17,7 @@ from ddtree_cases import (
     make_vision_target,
     prompt_cache,
     shaped_tree,
+    tree_from,
 )
 from torch import Tensor
 from transformers import DynamicCache
@@ -24,6 +25,7 @@ from transformers import DynamicCache
 from ddtree import gdn, gdn_layers, nodes
 from ddtree.tree import DraftTree, chain_tree
 from ddtree.verify import TreeVerifier
+from ddtree.walk import walk_tree
 from target.load import Target
 
 TAPS = (0, 2)
@@ -232,7 +234,9 @@ def _without_ancestors(self: nodes.NodeBatch, width: int) -> Tensor:
 
 
 def _decay_in_order(self: nodes.NodeBatch) -> Tensor:
-    return torch.ones(self.num_nodes, self.num_nodes).triu().double().expand(len(self.tokens), -1, -1)
+    return (
+        torch.ones(self.num_nodes, self.num_nodes).triu().double().expand(len(self.tokens), -1, -1)
+    )
 
 
 def _siblings_seen(self: nodes.NodeBatch) -> Tensor:
@@ -262,3 +266,42 @@ def test_the_check_at_start_sees_each_of_these_faults(
     monkeypatch.setattr(*_FAULTS[fault])
     with pytest.raises(ValueError, match="differ from a plain forward"):
         TreeVerifier(target, TAPS)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["qwen3_5", "qwen3_sliding"])
+@in_float64
+def test_thousands_of_tokens_by_trees_equal_plain_decoding(kind: str) -> None:
+    """Past the length from which prefix and nodes are attended apart; a third of the trees lead astray."""
+    generator = torch.Generator().manual_seed(9)
+    target = make_target(kind, torch.float64)
+    prompt = random_prompt(generator, 30)
+    cache = prompt_cache(target, prompt[:-1])
+    plain = [int(prompt[-1])]
+    while len(plain) < 2500:
+        plain.append(int(decode_one(target, cache, plain[-1]).argmax()))
+    verifier = TreeVerifier(target, TAPS)
+    verifier.prefill(prompt[:-1])
+    text, num_passes = plain[:1], 0
+    while len(text) < 2400:
+        to_come = plain[len(text) : len(text) + 12]
+        if num_passes % 3 == 0:
+            to_come[3:] = [(token + 1) % VOCABULARY for token in to_come[3:]]
+        tree = tree_around(text[-1], to_come, generator)
+        walked = walk_tree(tree, verifier.verify([tree]).logits[0].argmax(-1))
+        verifier.commit([walked.nodes])
+        text += [*tree.tokens[walked.nodes[1:]].tolist(), walked.bonus]
+        num_passes += 1
+    assert text[:2400] == plain[:2400]
+    assert num_passes < 400
+
+
+def tree_around(root: int, spine: list[int], generator: torch.Generator) -> DraftTree:
+    """The tokens of `spine` under each other, with two wrong siblings before each."""
+    tokens, parents, tip = [root], [-1], 0
+    for token in spine:
+        wrong = [int(t) for t in random_prompt(generator, 2) if int(t) != token]
+        parents += [tip] * (len(wrong) + 1)
+        tokens += [*wrong, token]
+        tip = len(tokens) - 1
+    return tree_from(tokens, parents)
