@@ -7,16 +7,15 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from conftest import FAMILIES
+from conftest import FAMILIES, HYBRID
 from evaluation_cases import Case, make_case
 
 from configs.schema import Config
 from data.features import FeatureRow
-from ddtree.build import build_tree
-from ddtree.tree import chain_tree
+from ddtree.cost import RoundCost
 from ddtree.walk import walk_tree
 from drafter.model import BlockLayout, block_embeddings
-from evaluation.acceptors import CHAIN, Acceptor, tree_acceptor
+from evaluation.acceptors import Acceptor, draft_tree, tree_acceptor
 from evaluation.decode import decode_with_tree
 from evaluation.parity import compare_passes
 from evaluation.records import replay_from_json, replay_to_json
@@ -28,7 +27,9 @@ from target.load import Target
 MakeConfig = Callable[..., Config]
 MakeTarget = Callable[..., Target]
 BUDGETS = (1, 6, 40)
-OPTIONS = ReplayOptions(BUDGETS)
+COST = RoundCost(tuple(1.0 + 0.03 * n for n in range(31)))
+REPLAYED = ("chain", "tree", "tree_spine", "tree_cost")
+OPTIONS = ReplayOptions(BUDGETS, names=REPLAYED, cost=COST)
 
 
 @pytest.fixture(scope="module")
@@ -37,33 +38,34 @@ def trained(tiny_config: MakeConfig, tiny_target: MakeTarget) -> Case:
     return make_case(config, tiny_target("llama"), steps=90)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [*FAMILIES, HYBRID])
 def test_replay_is_live_pass_for_pass(
     family: str, tiny_config: MakeConfig, tiny_target: MakeTarget
 ) -> None:
+    """Chain, tree, spine tree and the tree that a cost stops, at a temperature a slot."""
     layers = ["drafter.layer_types=[sliding_attention,full_attention]", "drafter.sliding_window=9"]
     config = tiny_config(family, ["drafter.block_size=5", *layers])
     case = make_case(config, tiny_target(family), num_prompts=3, steps=60)
-    emitted = 0
+    options = ReplayOptions((12,), (0.8, 1.0, 1.3, 1.1), names=REPLAYED, cost=COST)
+    settings = case.settings(drafter_temperature=options.drafter_temperature, cost=COST)
+    emitted, sizes = 0, set()
     for index, row in enumerate(case.rows):
-        replayed = replay_row(case.drafter, case.head, row, ReplayOptions((12,)))
+        replayed = replay_row(case.drafter, case.head, row, options)
         decodes = []
-        for acceptor in (CHAIN, tree_acceptor(12)):
+        for acceptor in options.acceptors:
             decoded = decode_with_tree(
-                case.verifier,
-                case.drafter,
-                case.head,
-                case.ids(index),
-                acceptor,
-                case.settings(),
+                case.verifier, case.drafter, case.head, case.ids(index), acceptor, settings
             )
             assert replayed.passes[acceptor.key] == decoded.passes
             decodes.append((acceptor, decoded))
             emitted += sum(count - 1 for count in decoded.passes)
-        parity = compare_passes(case.drafter, case.head, row, decodes, ReplayOptions((12,)))
+            if acceptor.name == "tree_cost":
+                sizes |= {len(record.tree) for record in decoded.records}
+        parity = compare_passes(case.drafter, case.head, row, decodes, options)
         assert parity.num_equal == parity.num_passes == sum(len(d.passes) for _, d in decodes)
         assert parity.replay_passes == replayed.passes
     assert emitted > 5, "the test needs accepted drafts"
+    assert len(sizes) > 1, "the test needs trees of the cost's own size"
 
 
 def test_replay_is_the_walk_of_each_anchors_own_tree(trained: Case) -> None:
@@ -81,10 +83,7 @@ def _walked(case: Case, row: FeatureRow, acceptor: Acceptor) -> list[int]:
         log_probs = _slot_log_probs(case, row, anchor)
         ranked = log_probs.sort(dim=-1, descending=True, stable=True)
         token = int(row.input_ids[anchor])
-        if acceptor.budget is None:
-            tree = chain_tree(torch.cat([torch.tensor([token]), ranked.indices[:, 0]]))
-        else:
-            tree = build_tree(token, ranked.values, ranked.indices, acceptor.budget)
+        tree = draft_tree(acceptor, token, ranked.values, ranked.indices, COST)
         # the target follows the record: beyond its end, a token that nobody drafts
         ahead = torch.cat([row.input_ids[anchor + 1 :], torch.full((99,), -1)])
         nodes = walk_tree(tree, ahead[tree.depths]).nodes
@@ -184,7 +183,7 @@ def test_sums_say_what_the_passes_say_and_survive_json_and_adding(trained: Case)
         assert result.sums.acceptance_of(acceptor.key).macro == pytest.approx(
             result.acceptance(acceptor).macro
         )
-    again = empty_sums(trained.drafter.config, OPTIONS)
+    again = empty_sums(trained.drafter.config, result.options)
     for row in result.rows:
         again += replay_from_json(replay_to_json(row)).sums
     torch.testing.assert_close(again.flat(), result.sums.flat())
@@ -236,3 +235,26 @@ def test_a_pass_that_differs_is_listed_with_its_gap(trained: Case) -> None:
         record.num_emitted,
     )
     assert not found.is_near_tie
+
+
+def test_expected_tokens_and_nodes_are_those_of_each_anchors_own_tree(trained: Case) -> None:
+    """Sums of path probabilities and of sizes over trees built one by one, nodes beyond the record's end left out."""
+    row = trained.rows[3]
+    [response] = find_responses(row.loss_mask)
+    replayed = replay_row(trained.drafter, trained.head, row, OPTIONS)
+    for index, acceptor in enumerate(OPTIONS.acceptors):
+        expected = num_nodes = 0.0
+        for anchor in range(response.num_drafted):
+            log_probs = _slot_log_probs(trained, row, response.first + anchor)
+            ranked = log_probs.sort(dim=-1, descending=True, stable=True)
+            tree = draft_tree(acceptor, 0, ranked.values, ranked.indices, COST)
+            paths = [tree.path(node)[1:] for node in range(1, len(tree))]
+            num_nodes += len(paths)
+            scores = [
+                float(ranked.values[range(len(path)), tree.child_ranks[path]].sum())
+                for path in paths
+                if len(path) <= response.num_drafted - anchor
+            ]
+            expected += float(torch.tensor(scores).exp().sum())
+        assert replayed.sums.num_nodes[index] == num_nodes
+        assert float(replayed.sums.predicted[index]) == pytest.approx(expected, rel=1e-4)
