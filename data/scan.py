@@ -128,7 +128,7 @@ def _scan_source(
 ) -> None:
     source = scan.sources[number]
     shared = not is_streamed(source)
-    progress = _SourceProgress(source, places)
+    progress = _SourceProgress(source, places, ranks.is_main)
     num_blocks = 0
     for block in read_blocks(source, places):
         num_blocks += 1
@@ -144,11 +144,11 @@ def _scan_source(
 
 
 class _SourceProgress:
-    """With an ETA if the number of rows is known, else a count now and then."""
+    """With an ETA if the number of rows is known, else a count now and then. Only the main rank counts and tells."""
 
-    def __init__(self, source: SourceSection, places: Places):
+    def __init__(self, source: SourceSection, places: Places, is_main: bool):
         self._name, self._num_read = source.name, 0
-        total = count_rows(source, places)
+        total = count_rows(source) if is_main else None
         self._progress = Progress(f"reading {source.name}", total, "rows") if total else None
 
     def advance(self, block: Block) -> None:

@@ -86,9 +86,9 @@ def select_prompts(
     begun = read_scan_settings(scan.folder)
     assert begun is not None
     places = Places(config.run.seed, begun["offline"], packages_folder)
-    with raise_together(ranks):
-        template = ChatTemplate(load_tokenizer(config.target), config.target.chat_template_kwargs)
-        scan_sources(config, scan, places, template, ranks)
+    template = ChatTemplate(load_tokenizer(config.target), config.target.chat_template_kwargs)
+    # an error stops its rank at once, not after the others' hours: the launcher stops them, and their parts stay
+    scan_sources(config, scan, places, template, ranks)
     barrier()
     with raise_together(ranks):
         if ranks.is_main:

@@ -70,12 +70,10 @@ def is_streamed(source: SourceSection) -> bool:
     return source.kind == "datasets" and source.streaming and not is_local(source)
 
 
-def count_rows(source: SourceSection, places: Places) -> int | None:
+def count_rows(source: SourceSection) -> int | None:
     """Rows that will be read, for progress; None if only reading tells."""
     known = source.num_rows
-    if source.kind == "packages":
-        known = sum(1 for _ in _package_rows(source, places))
-    elif source.kind == "parquet":
+    if source.kind == "parquet":
         known = sum(_named_call(pq.read_metadata, path).num_rows for path in _files(source))
     elif source.kind == "jsonl":
         known = sum(_count_lines(path) for path in _files(source))

@@ -59,7 +59,7 @@ def test_blocks_tile_the_source_and_read_is_a_prefix(tmp_path, monkeypatch, kind
             len(rows) == len(set(rows)) == sum(b.num_rows for b in blocks) == min(limit or 10, 10)
         )
         assert [c.messages[0]["content"] for c in read_conversations(chosen)] == QUESTIONS[:limit]
-        assert count_rows(chosen, Places()) in (None, len(rows))
+        assert count_rows(chosen) in (None, len(rows))
 
 
 def test_a_block_can_be_read_without_the_others_and_twice(tmp_path, monkeypatch):
