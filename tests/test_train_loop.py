@@ -25,7 +25,7 @@ from train_runs import (
     write_features,
 )
 
-from common.files import read_json
+from common.files import read_json, sha256_file
 from configs.load import load_config
 from configs.schema import Config
 from drafter.folder import read_drafter_config, resolve_checkpoint
@@ -62,7 +62,7 @@ def test_training_learns_and_its_checkpoint_is_a_drafter_folder(tmp_path: Path) 
     }
 
 
-@pytest.mark.parametrize("loss", ["ce", "dpace"])
+@pytest.mark.parametrize("loss", ["ce", "dpace", "auf", "chain", "tree_live", "tree_surrogate"])
 def test_the_other_losses_train_too(tmp_path: Path, loss: str) -> None:
     config = make_config(tmp_path, f"train.loss={loss}", "train.steps=20", "train.schedule=cosine")
     train_drafter(config, ONE_RANK)
@@ -163,6 +163,41 @@ def test_other_settings_are_refused_with_both_values(
         train_drafter(make_config(tmp_path), ONE_RANK)
     with pytest.raises(ValueError, match=shown):
         train_drafter(load_config(tmp_path / "tiny.yaml", [override]), ONE_RANK)
+
+
+def forget_younger_settings(config: Config, *keys: str) -> None:
+    """Make the run's checkpoints look as if written before these settings and the newer sums existed."""
+    folder = config.run.folder / "checkpoints"
+    index = read_json(folder / "index.json", "")
+    for entry in index["checkpoints"]:
+        path = folder / entry["folder"] / "state.json"
+        value = read_json(path, "")
+        for key in keys:
+            del value["settings"][key]
+        value["state"]["window"] = value["state"]["window"][:8]
+        del value["state"]["walk_starts"]
+        path.write_text(json.dumps(value))
+        entry["sha256"]["state.json"] = sha256_file(path)
+    (folder / "index.json").write_text(json.dumps(index))
+
+
+def test_a_checkpoint_older_than_a_setting_continues_with_its_default_only(tmp_path: Path) -> None:
+    config = make_config(tmp_path, "train.log_every=3")
+    with killed_after_saving(4):
+        train_drafter(config, ONE_RANK)
+    forget_younger_settings(config, "train.anchors", "train.surrogate_temperatures_nats")
+    other = load_config(tmp_path / "tiny.yaml", ["train.log_every=3", "train.anchors=walk"])
+    with pytest.raises(ValueError, match=r"train\.anchors='uniform', this run has 'walk'"):
+        train_drafter(other, ONE_RANK)
+    train_drafter(config, ONE_RANK)
+    whole = make_config(tmp_path / "whole", "train.log_every=3")
+    train_drafter(whole, ONE_RANK)
+    lines = zip(read_curve(config.run.folder), read_curve(whole.run.folder), strict=True)
+    younger = {"train/anchor_coverage", "train/padding"}  # sums that the old window does not have
+    for found, wanted in lines:
+        assert {k: v for k, v in found.items() if k not in younger} == {
+            k: v for k, v in wanted.items() if k not in younger
+        }
 
 
 def test_other_features_are_refused(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from configs.schema import LOSS_NAMES, LossName
+from configs.schema import LOSS_NAMES, LossName, TrainSection
 from data.soft_labels import SoftLabels
 from drafter.masks import BlockLayout
 from train.batches import MicroBatch
@@ -33,7 +33,7 @@ from train.losses import (
     tv,
 )
 from train.objective import BatchSums, micro_batch_loss
-from train.schedule import LossPhase
+from train.schedule import LossPhase, is_settled, surrogate_nats
 
 
 def random_slots(seed: int, num_blocks: int, num_slots: int) -> tuple[Tensor, Tensor]:
@@ -411,3 +411,17 @@ def test_a_micro_batch_without_labels_adds_nothing() -> None:
     assert not sums.any()
     assert hidden.grad is not None
     assert not hidden.grad.any()
+
+
+def test_the_surrogates_softness_falls_geometrically_from_warmup_to_the_last_step() -> None:
+    train = TrainSection(
+        steps=101, loss="tree_surrogate", ce_warmup_fraction=0.0, crossfade_fraction=0.0
+    )
+    assert [surrogate_nats(step, train) for step in (0, 50, 100)] == pytest.approx([2.0, 1.0, 0.5])
+    warmed = train.model_copy(update={"steps": 100, "ce_warmup_fraction": 0.5})
+    assert surrogate_nats(10, warmed) == surrogate_nats(50, warmed) == 2.0
+    assert surrogate_nats(99, warmed) == pytest.approx(0.5)
+    # on its way to another last step: such a run is not continued with more steps
+    assert not is_settled(50, train)
+    assert is_settled(50, train.model_copy(update={"surrogate_temperatures_nats": (1.0, 1.0)}))
+    assert is_settled(50, train.model_copy(update={"loss": "tree_live"}))
