@@ -42,15 +42,15 @@ bench() { local module=$1 name=$2 limit=$3; shift 3; part "$name" "$limit" "$pyt
 if [ "$device" = cpu ]; then
   export OMP_NUM_THREADS=1 CUDA_VISIBLE_DEVICES= DS_ACCELERATOR=cpu
   part tests 300 "$python" -m pytest -p no:cacheprovider -m "not gpu and not slow" --junitxml="$work/tests.xml" tests/test_gpu_stages.py
-  bench tree_build build 120 --device cpu
+  bench tree_build build 120 --device cpu --budgets 16
   bench tree_verify verify 120 --device cpu --nodes 16 --rounds 1 --context 64
   bench decode decode 240 --device cpu --dry
   bench mission_layers mission 120 --device cpu --dry
 else
   part tests 130 "$python" -m pytest -p no:cacheprovider -m gpu --junitxml="$work/tests.xml" tests
-  bench tree_build build 20 --device cuda
+  bench tree_build build 30 --device cuda --budgets 16 64 256
   bench tree_verify verify 55 --device cuda --size qwen3.6-27b --dtype bfloat16 --context 2048 --nodes 16 64 128 256 --rounds 3
-  bench decode decode 45 --device cuda "${run[@]}"
-  bench mission_layers mission 50 --device cuda
+  bench decode decode 40 --device cuda "${run[@]}"
+  bench mission_layers mission 45 --device cuda
 fi
 "$python" -m bench.gpu_summary "$work" "$out/gpu-check.json" "${dry[@]}"
