@@ -13,6 +13,7 @@ from evaluation.html import text
 
 WIDTH, HEIGHT = 620, 330
 LEFT, RIGHT, TOP, BOTTOM = 58, 16, 16, 48
+CHARACTER = 6.6  # width of a letter at 12 px, on the safe side
 
 
 @dataclass(frozen=True)
@@ -138,12 +139,13 @@ def stacked_bars(
     describe: Callable[[float], str],
 ) -> str:
     """Horizontal bars to one scale. colours: class and opacity of each part; describe: a part's size in words."""
-    label_width, note_width, bar_height, gap = 150, 90, 24, 12
+    note_width, bar_height, gap = 90, 24, 12
+    label_width = 16 + CHARACTER * max(len(bar.name) for bar in bars)
     longest = max(sum(bar.parts.values()) for bar in bars) or 1.0
     scale = (WIDTH - label_width - note_width) / longest
     parts = []
     for index, bar in enumerate(bars):
-        top, left = gap + index * (bar_height + gap), float(label_width)
+        top, left = gap + index * (bar_height + gap), label_width
         parts.append(label(label_width - 8, top + 16, bar.name, "end"))
         for name, size in bar.parts.items():
             colour, strength = colours[name]

@@ -14,6 +14,10 @@ TRUE_WITHIN = 0.1
 """The drafter's expectation counts as true when it is within 10 % of what happens."""
 
 
+MIN_PROMPTS = 5
+"""No interval of fewer prompts covers what it says."""
+
+
 def select(report: Mapping[str, Any], mode: str, task: str = ALL_TASKS) -> list[dict[str, Any]]:
     """Rows of one mode and task that have passes."""
     rows = [row for row in report["rows"] if row["mode"] == mode and row["task"] == task]
@@ -135,7 +139,10 @@ def _tasks(report: Mapping[str, Any]) -> str:
 
 
 def weak_tasks(report: Mapping[str, Any]) -> list[dict[str, Any]] | None:
-    """Tasks whose whole interval lies below the mean of all prompts, for the largest budget; None for a single task."""
+    """Tasks whose whole interval lies below the mean of all prompts, for the largest budget; None for a single task.
+
+    Tasks of fewer than MIN_PROMPTS prompts are not judged.
+    """
     rows = _headline_rows(report)
     trees = [row for row in rows if row["budget"] is not None]
     if not trees:
@@ -149,7 +156,8 @@ def weak_tasks(report: Mapping[str, Any]) -> list[dict[str, Any]] | None:
     if len(tasks) < 2:
         return None
     mean = best["acceptance_macro"]
-    return [row for row in tasks if row["ci95"] and row["ci95"][1] < mean]
+    judged = [row for row in tasks if row["num_prompts"] >= MIN_PROMPTS and row["ci95"]]
+    return [row for row in judged if row["ci95"][1] < mean]
 
 
 def _headline_rows(report: Mapping[str, Any]) -> Sequence[dict[str, Any]]:

@@ -110,7 +110,7 @@ def _task_section(report: dict[str, Any]) -> str:
         "By task",
         [
             "Acceptance length, macro mean over a task's prompts with its 95 % interval; marked ▼ where the largest budget's "
-            "whole interval is below the mean of all prompts."
+            "whole interval is below the mean of all prompts (tasks of 5 prompts or more)."
         ],
         task_table(report),
         "wide",

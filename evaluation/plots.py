@@ -30,6 +30,11 @@ def acceptor_name(row: Mapping[str, Any]) -> str:
     return row["acceptor"] if row["budget"] is None else f"{row['acceptor']} {row['budget']}"
 
 
+def milliseconds(value: float) -> str:
+    """Three digits, and whole ones from 100 on."""
+    return f"{value:.3g}" if value < 100 else f"{value:.0f}"
+
+
 class Palette:
     """A colour an acceptor, in the order of the report; plain decoding is grey."""
 
@@ -160,10 +165,10 @@ def stage_chart(live: Sequence[Mapping[str, Any]]) -> str:
         pass_ms = 1000 * row["acceptance_micro"] / row["tokens_per_s"]
         parts = {stage: share * pass_ms for stage, share in row["stage_share"].items()}
         name = f"{acceptor_name(row)}, T={row['temperature']:g}"
-        bars.append(Bar(name, parts, f"{pass_ms:.3g} ms"))
+        bars.append(Bar(name, parts, f"{milliseconds(pass_ms)} ms"))
     stages = dict.fromkeys(stage for bar in bars for stage in bar.parts)
     colours = {stage: (STAGE_COLOURS[i % 5], 1.0) for i, stage in enumerate(stages)}
-    return stacked_bars("milliseconds a pass", bars, colours, lambda ms: f"{ms:.3g}")
+    return stacked_bars("milliseconds a pass", bars, colours, milliseconds)
 
 
 def child_rank_chart(rows: Sequence[Mapping[str, Any]]) -> str:

@@ -7,7 +7,7 @@ from typing import Any
 
 from evaluation.headline import select, weak_tasks
 from evaluation.html import table, text, with_interval
-from evaluation.plots import acceptor_name
+from evaluation.plots import acceptor_name, milliseconds
 from evaluation.speed import measured_rows
 
 
@@ -42,7 +42,7 @@ def acceptor_table(report: Mapping[str, Any]) -> str:
             rows[-1] += ["", ""]
         if model is not None:
             rows[-1][-2:] = [
-                f"{model['round_ms']:.3g}",
+                milliseconds(model["round_ms"]),
                 with_interval(model["speedup"], model["ci95"]),
             ]
     head = ["acceptor", "T", "nodes", "replay", "live", "same records", "ms a pass", "tokens/s"]
@@ -87,7 +87,9 @@ def _length(row: Mapping[str, Any] | None) -> str:
 
 
 def _pass_ms(row: Mapping[str, Any] | None) -> str:
-    return "" if row is None else f"{1000 * row['acceptance_micro'] / row['tokens_per_s']:.3g}"
+    if row is None:
+        return ""
+    return milliseconds(1000 * row["acceptance_micro"] / row["tokens_per_s"])
 
 
 def _key(row: Mapping[str, Any]) -> tuple[str, float | None]:

@@ -161,12 +161,12 @@ def test_numbers_of_the_report_are_on_the_page(report: dict[str, Any], tmp_path:
 def test_an_acceptor_of_any_name_is_shown_like_the_others(
     report: dict[str, Any], tmp_path: Path
 ) -> None:
-    renamed = json.loads(json.dumps(report).replace('"tree_spine"', '"tree_of_tomorrow"'))
+    renamed = json.loads(json.dumps(report).replace('"tree_spine"', '"tree_novel"'))
     before, after = page_of(report, tmp_path)[1], page_of(renamed, tmp_path)[1]
-    assert before.text.replace("tree_spine", "tree_of_tomorrow") == after.text
-    assert "tree_of_tomorrow 16" in after.text
+    assert before.text.replace("tree_spine", "tree_novel") == after.text
+    assert "tree_novel 16" in after.text
     lines = summary_lines(renamed)
-    assert sum(line.startswith("tree_of_tomorrow") for line in lines) == 4
+    assert sum(line.startswith("tree_novel") for line in lines) == 4
 
 
 def test_the_console_has_a_row_an_acceptor_with_intervals(report: dict[str, Any]) -> None:
@@ -213,6 +213,10 @@ def test_a_lossy_run_an_odd_pass_and_a_weak_task_are_not_hidden(
     assert "NOT a near-tie" in page.text
     assert "code ▼" in page.text
     assert "wholly below the mean: code" in page.text
+    for row in bad["rows"]:
+        row["num_prompts"] = 4
+    _, page = page_of(bad, tmp_path)
+    assert "code ▼" not in page.text, "four prompts say too little"
 
 
 @pytest.mark.parametrize("num_live", [0, 6])
