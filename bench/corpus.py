@@ -1,12 +1,12 @@
 """Selection at scale: rows a second and peak memory of the whole first half of the data stage, at two sizes.
 
-    python -m bench.corpus [--rows 50000 200000] [--output outputs/bench/corpus.json]
+    python -m bench.corpus [--rows 50000 200000] [--words 10 60] [--output outputs/bench/corpus.json]
 
 Each size runs in a process of its own on synthetic conversations (a fifth doubles, a tenth near-doubles, some test prompts
 inside), through reading, template, tokenizer, filters, MinHash, doubles, decontamination, order and plan; only labels are not
 made. Peak memory is the process' own, mapped files included. Linear growth: CPU time a row at the
-largest size over that at the smallest is near 1, and memory grows by what the table says a row. About five minutes at the
-default sizes on an idle core; `--rows 5000 20000` takes half a minute.
+largest size over that at the smallest is near 1, and memory grows by what the table says a row. Minutes at the default sizes
+on an idle core; `--rows 5000 20000` is for a quick look.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ class Row:
     dropped: dict[str, int]
 
 
-def conversations(num_rows: int, seed: int) -> Iterator[str]:
-    """Lines of JSON: prompts of 20 to 200 words with a natural distribution of word frequencies."""
+def conversations(num_rows: int, words_from: int, words_to: int, seed: int) -> Iterator[str]:
+    """Lines of JSON: prompts of so many words with a natural distribution of word frequencies."""
     rng = np.random.default_rng(seed)
     vocabulary = np.array([f"{_syllables(i)}" for i in range(_WORDS)])
     recent: list[list[str]] = []
@@ -65,7 +65,9 @@ def conversations(num_rows: int, seed: int) -> Iterator[str]:
         elif kind < 0.302:
             words = ["please", *exam(int(rng.integers(0, _EXAMS)))]
         else:
-            drawn = np.minimum(rng.zipf(1.2, int(rng.integers(20, 200))), _WORDS) - 1
+            drawn = (
+                np.minimum(rng.zipf(1.2, int(rng.integers(words_from, words_to + 1))), _WORDS) - 1
+            )
             words = vocabulary[drawn].tolist()
         if row % 10 == 0:
             recent.append(words)
@@ -83,10 +85,10 @@ def _syllables(number: int) -> str:
     return "".join(parts[int(digit)] for digit in str(number))
 
 
-def recipe_of(folder: Path, num_rows: int) -> Path:
+def recipe_of(folder: Path, num_rows: int, words: list[int]) -> Path:
     """A run over `num_rows` synthetic rows and 200 test prompts, with the debug target's tokenizer."""
     with (folder / "rows.jsonl").open("w") as file:
-        file.writelines(conversations(num_rows, seed=0))
+        file.writelines(conversations(num_rows, *words, seed=0))
     with (folder / "exam.jsonl").open("w") as file:
         for number in range(_EXAMS):
             text = " ".join(exam(number))
@@ -141,10 +143,10 @@ def measure(config: Config, num_rows: int) -> Row:
     )
 
 
-def measured_apart(num_rows: int) -> Row:
+def measured_apart(num_rows: int, words: list[int]) -> Row:
     """In a process of its own, so that one size's memory is not another's."""
     with tempfile.TemporaryDirectory(prefix="bench-corpus-") as folder:
-        recipe = recipe_of(Path(folder), num_rows)
+        recipe = recipe_of(Path(folder), num_rows, words)
         done = subprocess.run(
             [
                 sys.executable,
@@ -187,13 +189,20 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m bench.corpus", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--rows", type=int, nargs="+", default=[50_000, 200_000])
+    parser.add_argument(
+        "--words", type=int, nargs=2, default=[10, 60], metavar=("FROM", "TO"), help="of a prompt"
+    )
     parser.add_argument("--output", type=Path, default=Path("outputs/bench/corpus.json"))
     parser.add_argument("--measure", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.measure:
         print(json.dumps(asdict(measure(load_config(options.measure), options.rows[0]))))
         return
-    rows = [measured_apart(num_rows) for num_rows in options.rows]
+    rows: list[Row] = []
+    for num_rows in options.rows:
+        print(f"{num_rows:,} rows ...", file=sys.stderr)
+        rows.append(measured_apart(num_rows, options.words))
+        print(f"  {rows[-1]}", file=sys.stderr)
     print(table(rows))
     machine = f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}"
     write_json(
