@@ -524,6 +524,9 @@ class EvaluationSection(Section):
     """Budgets of tree and tree_spine decoded live; replay covers all."""
     live_batch_size: PositiveInt = 1
     """Prompts decoded together. 1: timings are those of one sequence; more: of the whole batch, shared evenly."""
+    drafter_device: str | None = Field(default=None, pattern=r"^(cpu|cuda(:\d+)?)$")
+    """Device of the drafter and its copy of the head, e.g. `cuda:1` beside a target that `target.device_map` keeps on others.
+    null: the rank's own."""
     cost_file: Path | None = None
     """costs.json of another evaluation, for tree_cost: the same sizes wherever it runs. null: measured once, then kept."""
     temperatures: tuple[NonNegativeFloat, ...] = (0.0,)

@@ -51,7 +51,6 @@ class DrafterProposer:
         """temperature: of all slots, or one a slot; max_tokens: of the longest row, its last block included."""
         config, device = drafter.config, head.head.device
         self._drafter, self._head = drafter, head
-        self._dtype = drafter.fc.weight.dtype
         self._cache = ContextCache(drafter, max_tokens, num_sequences)
         slots = slot_temperatures(temperature, config.block_size - 1).to(device)
         self._temperature = slots.repeat(num_sequences)  # (R*L,)
@@ -64,7 +63,8 @@ class DrafterProposer:
         self.append(given)
 
     def append(self, row_features: Sequence[Tensor | None]) -> None:
-        self._cache.append([None if x is None else x.to(self._dtype) for x in row_features])
+        weight = self._drafter.fc.weight
+        self._cache.append([None if x is None else x.to(weight) for x in row_features])
 
     def top(self, anchors: Sequence[int], num_children: int) -> tuple[Tensor, Tensor]:
         found = sparse_log_probs(
@@ -90,7 +90,8 @@ class DrafterProposer:
         config, embedding = self._drafter.config, self._head.embedding
         tokens = torch.tensor([anchors], device=embedding.device)  # (1, R)
         blocks = block_embeddings(embedding, tokens, config.mask_token_id, config.block_size)[0]
-        return draft(self._drafter, self._cache, blocks.to(self._dtype))[:, 1:].flatten(0, 1)
+        blocks = blocks.to(self._drafter.fc.weight.dtype)
+        return draft(self._drafter, self._cache, blocks)[:, 1:].flatten(0, 1)
 
 
 def slot_temperatures(temperature: float | Sequence[float], num_slots: int) -> Tensor:

@@ -93,7 +93,8 @@ def make_setup(
 ) -> LiveSetup:
     taps = drafter.config.target_layer_ids
     verifier = TreeVerifier(target, taps, num_sequences=section.live_batch_size)
-    head = TargetHead(target.embed_tokens, target.lm_head.to(target.device))
+    device = drafter.fc.weight.device  # its own, where the target fills others
+    head = TargetHead(target.embed_tokens.to(device), target.lm_head.to(device))
     return LiveSetup(target, verifier, drafter.eval(), head, section, seed, tuning)
 
 

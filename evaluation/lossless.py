@@ -45,7 +45,7 @@ def run_lossless(
         if work.ranks.is_main:
             remove_leftovers(kind.folder)
     with raise_together(work.ranks):
-        trained = sources[0].load(work.ranks.device, torch.float32)
+        trained = sources[0].load(work.drafter_device, torch.float32)
         live = LiveTarget(work.config, work.ranks, trained, "float32")
     settle_tuning(work, live)
     with raise_together(work.ranks):

@@ -82,6 +82,12 @@ class Work:
         )
 
     @property
+    def drafter_device(self) -> torch.device:
+        """The rank's, or the one the recipe sets aside for the drafter."""
+        given = self.config.evaluation.drafter_device
+        return self.ranks.device if given is None else torch.device(given)
+
+    @property
     def group_size(self) -> int:
         """Live prompts decoded between two saves: enough to keep the rows of a batch busy."""
         batch = self.config.evaluation.live_batch_size
@@ -119,7 +125,7 @@ def plan_work(config: Config, ranks: Ranks, source: DrafterSource) -> Work:
 
 def run_evaluation(work: Work) -> dict[str, Any] | None:
     """Make the missing records, then the report: returned on the main rank, None on the others. Collective."""
-    device, dtype = work.ranks.device, getattr(torch, work.config.evaluation.dtype)
+    device, dtype = work.drafter_device, getattr(torch, work.config.evaluation.dtype)
     with raise_together(work.ranks):
         if work.ranks.is_main:
             remove_leftovers(work.records("replay").folder)
@@ -144,7 +150,7 @@ def run_evaluation(work: Work) -> dict[str, Any] | None:
 
 def settle_tuning(work: Work, live: LiveTarget) -> None:
     """The main rank fits temperatures and measures costs if the recipe asks for them and they are not there. Collective."""
-    section, device = work.config.evaluation, work.ranks.device
+    section, device = work.config.evaluation, work.drafter_device
 
     def fit() -> dict[str, Any]:
         dtype = live.drafter.fc.weight.dtype
@@ -161,7 +167,7 @@ def settle_tuning(work: Work, live: LiveTarget) -> None:
 
 
 def _replay(work: Work, drafter: Drafter, dtype: torch.dtype) -> None:
-    head = load_target_head(work.features.checked_head(), work.ranks.device, dtype)
+    head = load_target_head(work.features.checked_head(), work.drafter_device, dtype)
     options = work.options
 
     def make(group: Sequence[RowEntry]) -> list[dict[str, Any]]:

@@ -67,7 +67,7 @@ def walk_rows_by_rejection(
         if tree is None
         else walk_by_rejection(
             sampling_probs(logits[row], sampling),
-            drafter_probs[row],
+            drafter_probs[row].to(logits.device),
             tree.tokens[1:].to(logits.device),
             generator,
         )
@@ -77,5 +77,5 @@ def walk_rows_by_rejection(
 
 def _draw(anchor: int, probs: Tensor, generator: torch.Generator) -> Tensor:
     """(K,) the anchor and one token a slot."""
-    drafted = torch.multinomial(probs, 1, generator=generator)[:, 0].cpu()
+    drafted = torch.multinomial(probs.to(generator.device), 1, generator=generator)[:, 0].cpu()
     return torch.cat([torch.tensor([anchor]), drafted])
