@@ -19,8 +19,10 @@ from huggingface_hub.errors import HFValidationError
 from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
+    AutoModelForImageTextToText,
     AutoTokenizer,
     PreTrainedConfig,
     PreTrainedModel,
@@ -103,7 +105,7 @@ def load_target(
     disable_progress_bar()
     set_verbosity_error()  # its table of missing tensors: _require_every_tensor says it
     with _loading(section):
-        found: Any = AutoModelForCausalLM.from_pretrained(  # its stubs know no pair
+        found: Any = _model_class(config).from_pretrained(  # its stubs know no pair
             folder,
             dtype=getattr(torch, dtype or section.dtype),
             attn_implementation=attention or section.attention,
@@ -131,6 +133,14 @@ def load_target(
     )
     _check_ends(section, target)
     return target
+
+
+def _model_class(
+    config: PreTrainedConfig,
+) -> type[AutoModelForCausalLM] | type[AutoModelForImageTextToText]:
+    """The text tower alone where transformers has one for the family (Qwen3.6), else the model with its vision tower."""
+    has_text_tower = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING
+    return AutoModelForCausalLM if has_text_tower else AutoModelForImageTextToText
 
 
 def load_tokenizer(section: TargetSection) -> PreTrainedTokenizerBase:

@@ -8,6 +8,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from conftest import FAMILIES, HYBRID
+from ddtree_cases import decode_one, prompt_cache
 from torch import Tensor
 
 from configs.schema import Config
@@ -191,10 +192,10 @@ def test_hundreds_of_tokens_by_trees_equal_plain_decoding(
     generator = torch.Generator().manual_seed(3)
     target = tiny_target(family)
     prompt = random_ids(generator, 90)
-    plain = prompt.clone()
+    cache, plain_text = prompt_cache(target, prompt[:-1]), [int(prompt[-1])]
     for _ in range(220):
-        plain = torch.cat([plain, plain_logits(target, plain).argmax()[None]])
-    plain_text = plain[len(prompt) :].tolist()
+        plain_text.append(int(decode_one(target, cache, plain_text[-1]).argmax()))
+    plain_text = plain_text[1:]
 
     verifier = TreeVerifier(target, TAPS)
     text = [int(verifier.prefill(prompt).logits.argmax())]
