@@ -5,7 +5,6 @@ They are set up by `./launch.sh setup`; where a package index lacks them, these 
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -35,6 +34,7 @@ from target.load import Target
 NOT_HERE = "{} is not installed: ./launch.sh setup brings it where the package index has it"
 zlab: Any = pytest.importorskip("dflash.model", reason=NOT_HERE.format("dflash 0.1.0"))
 speculators: Any = pytest.importorskip("speculators", reason=NOT_HERE.format("speculators 0.9.0"))
+readers: Any = pytest.importorskip("bench.readers")
 
 LAYERS = {
     "full": ((FULL, FULL), None),
@@ -92,52 +92,15 @@ def our_logits(drafter: Drafter, case: Case, row: int, anchors: list[int]) -> Te
         return hidden[:, 1:] @ case.head.head.T
 
 
-def zlab_logits(folder: Path, case: Case, row: int, anchors: list[int]) -> Tensor:
-    model = zlab.DFlashDraftModel.from_pretrained(folder, dtype=torch.float32).eval()
-    record, size = case.rows[row], model.block_size
-    found = []
-    for anchor in anchors:
-        tokens = torch.full((1, size), model.mask_token_id)
-        tokens[0, 0] = record.input_ids[anchor]
-        with torch.no_grad():
-            hidden = model(
-                position_ids=torch.arange(anchor + size)[None],
-                noise_embedding=case.head.embedding[tokens],
-                target_hidden=record.features[None, :anchor].float().flatten(-2),
-            )
-            found.append(model.compute_logits(hidden, case.target.model.lm_head)[0, 1:])
-    return torch.stack(found)
+def by_zlab(folder: Path, case: Case, row: int, anchors: list[int]) -> Tensor:
+    record = case.rows[row]
+    model = readers.load_zlab(folder)
+    return readers.zlab_logits(model, case.target, record.input_ids, record.features, anchors)
 
 
-def load_speculators(folder: Path) -> Any:
-    """Their class by their registry. Eager attention: their default compiles a kernel, which takes minutes on a CPU."""
-    config = speculators.SpeculatorModelConfig.from_pretrained(folder)
-    config.transformer_layer_config._attn_implementation = "eager"
-    return speculators.SpeculatorModel.from_pretrained(folder, config=config).float().eval()
-
-
-def speculators_logits(model: Any, ids: Tensor, features: Tensor, anchors: list[int]) -> Tensor:
-    """(n, K-1, V) by their training forward; ids (S,), features (S, D, H).
-
-    It draws its anchors from the loss mask and wants a block's room behind them: the mask marks ours, and tokens of another
-    document follow.
-    """
-    room, length = model.block_size, len(ids)
-    mask = torch.zeros(1, length + room, dtype=torch.int64)
-    mask[0, anchors] = 1
-    documents = torch.tensor([[0] * length + [1] * room])
-    ids = torch.cat([ids, ids.new_zeros(room)])
-    features = torch.cat([features.float(), torch.zeros(room, *features.shape[1:])])
-    with torch.no_grad():
-        logits = model._backbone_forward(
-            features.flatten(-2)[None],
-            ids[None],
-            mask,
-            torch.zeros(1, length + room, features.shape[-1]),
-            documents,
-            max_anchors=len(anchors),
-        )[1]
-    return logits[0].unflatten(0, (len(anchors), room))[:, 1:]
+def by_speculators(model: Any, case: Case, row: int, anchors: list[int]) -> Tensor:
+    record = case.rows[row]
+    return readers.speculators_logits(model, record.input_ids, record.features, anchors)
 
 
 def difference(found: Tensor, wanted: Tensor) -> float:
@@ -154,11 +117,10 @@ def test_both_packages_give_our_logits(tmp_path, case, target_folder, name, dtyp
     theirs = export(tmp_path / "zlab", drafter, target_folder, "zlab", dtype)
     others = export(tmp_path / "speculators", drafter, target_folder, "speculators", dtype)
     rounded = load_drafter(theirs, "cpu", torch.float32)
-    row = case.rows[3]
     wanted = our_logits(rounded, case, 3, ANCHORS)
-    assert difference(zlab_logits(theirs, case, 3, ANCHORS), wanted) <= TOLERANCE
-    model = load_speculators(others)
-    found = speculators_logits(model, row.input_ids, row.features, ANCHORS)
+    assert difference(by_zlab(theirs, case, 3, ANCHORS), wanted) <= TOLERANCE
+    model = readers.load_speculators(others)
+    found = by_speculators(model, case, 3, ANCHORS)
     assert difference(found, wanted) <= TOLERANCE
 
 
@@ -167,7 +129,7 @@ def test_a_narrow_window_is_the_same_rule_as_z_labs(tmp_path, case, target_folde
     drafter = with_layers(case, name, window=5)
     folder = export(tmp_path / "zlab", drafter, target_folder, "zlab")
     wanted = our_logits(drafter, case, 3, ANCHORS)
-    assert difference(zlab_logits(folder, case, 3, ANCHORS), wanted) <= TOLERANCE
+    assert difference(by_zlab(folder, case, 3, ANCHORS), wanted) <= TOLERANCE
     assert difference(our_logits(with_layers(case, name), case, 3, ANCHORS), wanted) > 1e-3
 
 
@@ -177,9 +139,9 @@ def test_speculators_window_differs_by_what_its_note_says_and_nothing_else(
     """Their training counts the window from the anchor; with it counted from the slot, as servers do, logits are ours."""
     drafter = with_layers(case, "sliding", window=5)
     folder = export(tmp_path / "folder", drafter, target_folder, "speculators")
-    model, row = load_speculators(folder), case.rows[3]
+    model = readers.load_speculators(folder)
     wanted = our_logits(drafter, case, 3, ANCHORS)
-    found = speculators_logits(model, row.input_ids, row.features, ANCHORS)
+    found = by_speculators(model, case, 3, ANCHORS)
     assert difference(found, wanted) > 1e-3
     assert "counts from the slot" in " ".join(find_drafter_folder(folder).notes)
 
@@ -194,61 +156,18 @@ def test_speculators_window_differs_by_what_its_note_says_and_nothing_else(
         return torch.zeros(hidden.shape).masked_fill_(hidden, -torch.inf)[:, None]
 
     monkeypatch.setattr(model, "_create_attention_mask", served_mask)
-    found = speculators_logits(model, row.input_ids, row.features, ANCHORS)
+    found = by_speculators(model, case, 3, ANCHORS)
     assert difference(found, wanted) <= TOLERANCE
 
 
-def zlab_decode(
-    folder: Path, case: Case, prompt: Tensor, length: int
-) -> tuple[list[int], list[int]]:
-    """Response and accepted tokens a pass, by z-lab's own decoding."""
-    model = zlab.DFlashDraftModel.from_pretrained(folder, dtype=torch.float32).eval()
-    stops = list(case.target.eos_token_ids)
-    done = zlab.dflash_generate(
-        model, case.target.model, prompt[None], length, stops, return_stats=True
-    )
-    return done.output_ids[0, len(prompt) :].tolist(), done.acceptance_lengths
-
-
-def speculators_decode(
-    model: Any, case: Case, prompt: Tensor, length: int
-) -> tuple[list[int], list[int]]:
-    """The same, their drafter's chain verified by whole forwards of the target."""
-    taps = [tap - 1 for tap in model.target_layer_ids]
-
-    def forward(tokens: Tensor) -> tuple[Tensor, Tensor]:
-        with torch.no_grad():
-            out = case.target.model(tokens[None], output_hidden_states=True, use_cache=False)
-        states = torch.stack([out.hidden_states[tap + 1][0] for tap in taps], 1)
-        return out.logits[0].argmax(-1), states
-
-    tokens = torch.cat([prompt, forward(prompt)[0][-1:]])
-    passes: list[int] = []
-    while len(tokens) < len(prompt) + length and int(tokens[-1]) not in case.target.eos_token_ids:
-        anchor = len(tokens) - 1
-        states = torch.cat(
-            [forward(tokens[:-1])[1], torch.zeros(1, len(taps), case.target.hidden_size)]
-        )
-        drafted = speculators_logits(model, tokens, states, [anchor])[0].argmax(-1)
-        choices = forward(torch.cat([tokens, drafted]))[0][anchor:]
-        accepted = int((drafted == choices[:-1]).int().cumprod(0).sum())
-        emitted = choices[: accepted + 1][: len(prompt) + length - len(tokens)]
-        ends = [i for i, t in enumerate(emitted.tolist()) if t in case.target.eos_token_ids]
-        emitted = emitted[: ends[0] + 1] if ends else emitted
-        passes.append(len(emitted))
-        tokens = torch.cat([tokens, emitted])
-    return tokens[len(prompt) :].tolist(), passes
-
-
 @pytest.mark.parametrize("name", LAYERS)
-def test_greedy_chains_accept_the_same_tokens_everywhere(
-    tmp_path, case, target_folder, name, monkeypatch
-):
-    monkeypatch.setattr(zlab, "_cuda_time", time.perf_counter)  # its statistics want a GPU
+def test_greedy_chains_accept_the_same_tokens_everywhere(tmp_path, case, target_folder, name):
     drafter, length = with_layers(case, name), 20
     theirs = export(tmp_path / "zlab", drafter, target_folder, "zlab")
-    others = load_speculators(export(tmp_path / "spec", drafter, target_folder, "speculators"))
-    ours = load_drafter(theirs, "cpu", torch.float32).eval()
+    others = readers.load_speculators(
+        export(tmp_path / "spec", drafter, target_folder, "speculators")
+    )
+    z_labs, ours = readers.load_zlab(theirs), load_drafter(theirs, "cpu", torch.float32).eval()
     all_passes = []
     for index in range(len(case.prompts)):
         prompt, settings = case.ids(index), case.settings(max_new_tokens=length, sampling=GREEDY)
@@ -256,8 +175,8 @@ def test_greedy_chains_accept_the_same_tokens_everywhere(
         decoded = decode_with_tree(case.verifier, ours, case.head, prompt, CHAIN, settings)
         assert decoded.tokens == plain.tokens
         wanted = (decoded.tokens, decoded.passes)
-        assert zlab_decode(theirs, case, prompt, length) == wanted
-        assert speculators_decode(others, case, prompt, length) == wanted
+        assert readers.zlab_decode(z_labs, case.target, prompt, length) == wanted
+        assert readers.speculators_decode(others, case.target, prompt, length) == wanted
         all_passes += decoded.passes
     assert max(all_passes) > 1, "the drafter is never right: nothing was compared"
 
@@ -271,10 +190,9 @@ def test_self_contained_folders_load_in_both_with_the_targets_head(
     wanted = our_logits(load_drafter(folder, "cpu", torch.float32), case, 3, ANCHORS)
     assert difference(wanted, our_logits(case.drafter, case, 3, ANCHORS)) == 0
     if form == "zlab":
-        found = zlab_logits(folder, case, 3, ANCHORS)
+        found = by_zlab(folder, case, 3, ANCHORS)
     else:
-        row = case.rows[3]
-        found = speculators_logits(load_speculators(folder), row.input_ids, row.features, ANCHORS)
+        found = by_speculators(readers.load_speculators(folder), case, 3, ANCHORS)
     assert difference(found, wanted) <= TOLERANCE
 
 
@@ -328,7 +246,7 @@ def test_a_folder_saved_by_speculators_loads_here(tmp_path, case, name):
     folder = speculators_folder(tmp_path / "theirs", config)
     ours = load_drafter(folder, "cpu", torch.float32)
     assert ours.config == config
-    theirs = load_speculators(folder).state_dict()
+    theirs = readers.load_speculators(folder).state_dict()
     assert all(torch.equal(tensor, theirs[n]) for n, tensor in ours.state_dict().items())
 
 
@@ -406,4 +324,4 @@ def test_z_labs_random_drafter_of_another_shape_loads(tmp_path, case):
     assert (theirs.block_size, list(theirs.target_layer_ids)) == (8, [3])
     one_tap = replace(case, rows=[replace(row, features=row.features[:, 2:]) for row in case.rows])
     wanted = our_logits(drafter, one_tap, 3, ANCHORS[:2])
-    assert difference(zlab_logits(tmp_path / "a", one_tap, 3, ANCHORS[:2]), wanted) <= TOLERANCE
+    assert difference(by_zlab(tmp_path / "a", one_tap, 3, ANCHORS[:2]), wanted) <= TOLERANCE
