@@ -123,7 +123,10 @@ def test_three_ranks_and_a_kill_between_parts_give_the_same_bytes(
     scan = scan_of(mixed, folder)
     template = ChatTemplate(load_tokenizer(mixed.target), {})
     for rank in (2, 0):  # rank 1 was killed before its first part
+        before = set(scan.folder.glob("*-*.parquet"))
         scan_sources(mixed, scan, Places(), template, ranks(rank, 3))
+        new = set(scan.folder.glob("*-*.parquet")) - before
+        assert {int(path.stem.partition("-")[2]) % 3 for path in new} == {rank}
     parts = sorted(scan.folder.glob("*-*.parquet"))
     made = {path.name: path.stat().st_mtime_ns for path in parts}
     assert 0 < len(made) < 7 + 5 + 1
