@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from report_cases import Made, drawn_tree, make_evaluation
 
+from configs.schema import AcceptorName
 from evaluation.compare import write_comparison
 from evaluation.drawing import DrawnTree
 from evaluation.html import STYLE, text, visible
@@ -22,6 +23,7 @@ from evaluation.page import write_page
 from evaluation.pairing import Evaluation, compare_evaluations
 from evaluation.report import build_report
 from evaluation.summary import summary_lines
+from evaluation.sums import ReplaySums
 from evaluation.tree_chart import MAX_NODES, num_left_out, tree_chart
 
 HOSTILE = "<script>alert('1')</script>\"&\x00\x1b\u202e\u2066\u200b\ud800 end"
@@ -231,6 +233,29 @@ def test_parts_that_were_not_measured_are_left_out_or_said(num_live: int, tmp_pa
     assert "modelled" not in page.text
     assert ("not checked" in page.text) == (num_live == 0)
     assert summary_lines(report)
+
+
+@pytest.mark.parametrize("names", [("chain",), ("tree",), ("tree_cost",)])
+def test_any_choice_of_acceptors_makes_a_page(
+    names: tuple[AcceptorName, ...], made: Made, tmp_path: Path
+) -> None:
+    options = dataclasses.replace(made.measured.options, names=names)
+    keys = tuple(acceptor.key for acceptor in options.acceptors)
+    whole = made.measured.sums
+    kept = [whole.acceptors.index(key) for key in keys]
+    per_acceptor = ("acceptance", "survived", "predicted", "realised", "num_nodes")
+
+    def cut(sums: ReplaySums) -> ReplaySums:
+        fewer = {name: sums.__dict__[name][kept] for name in per_acceptor}
+        return dataclasses.replace(sums, acceptors=keys, **fewer)
+
+    replayed = [dataclasses.replace(row, sums=cut(row.sums), unfitted=cut(row.sums)) for row in made.measured.replayed]  # fmt: skip
+    measured = dataclasses.replace(made.measured, options=options, replayed=replayed, sums=cut(whole), live=[])  # fmt: skip
+    report = report_of(dataclasses.replace(made, measured=measured))
+    markup, page = page_of(report, tmp_path)
+    assert_alone(markup, page)
+    assert {row["acceptor"] for row in report["rows"]} == set(names)
+    assert len(summary_lines(report)) == 1 + len(keys)
 
 
 def test_a_single_prompt_has_no_interval(tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from report_cases import (
     replay_scores,
 )
 
+from ddtree.build import build_trees
 from evaluation.acceptance import measure_acceptance
 from evaluation.child_ranks import count_child_ranks, replay_child_ranks
 from evaluation.comparison import compare_prompts
@@ -155,6 +156,21 @@ def test_bins_hold_every_node_that_can_be_judged_once(made: Made) -> None:
     means = (sums.bins[:, 1] / sums.bins[:, 0]).tolist()
     for low, high, mean in zip(BIN_EDGES, BIN_EDGES[1:], means, strict=False):
         assert mean != mean or low - 1e-9 <= mean <= high + 1e-9
+
+
+def test_nodes_beyond_the_records_end_are_neither_expected_nor_judged() -> None:
+    """An anchor with one recorded token left: of its tree only the children of the root can be right."""
+    scores = draw_scores(5, 1)
+    assert scores.num_gold.tolist() == [1]
+    sums = replay_scores("p", "t", scores).sums
+    tree = build_trees(scores.top_log_probs, 16)
+    children = tree.scores[0][tree.depths[0] == 1].double().exp()
+    assert 0 < len(children) < 16
+    assert sums.bins[:, 0].sum() == len(children)
+    expected = sums.predicted[sums.acceptors.index("tree-16")]
+    assert float(expected) == pytest.approx(float(children.sum()))
+    chain = sums.predicted[sums.acceptors.index("chain")]
+    assert float(chain) == pytest.approx(float(scores.top_log_probs[0, 0, 0].exp()))
 
 
 def test_before_and_after_a_fit_stand_side_by_side(made: Made, report: Row) -> None:
