@@ -49,12 +49,13 @@ class LabelServer:
     delay_s: float = 0.0
     requests: list[Body] = field(default_factory=list)
     """Bodies of completions of more than two tokens: not those of the handshake."""
+    num_open: int = 0
+    """Requests being answered, this one included only from when its fault was chosen."""
     most_open: int = 0
     statuses: Counter[str] = field(default_factory=Counter)
 
     def __enter__(self) -> LabelServer:
         self._seen: Counter[str] = Counter()
-        self._open = 0
         self._loop = asyncio.new_event_loop()
         self._ready = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True)
@@ -113,14 +114,14 @@ class LabelServer:
             self.requests.append(body)
             fault = self.fault(body, self._seen[key])
             self._seen[key] += 1
-        self._open += 1
-        self.most_open = max(self.most_open, self._open)
+        self.num_open += 1
+        self.most_open = max(self.most_open, self.num_open)
         try:
             await asyncio.sleep(self.delay_s)
             self.statuses[fault or "ok"] += 1
             return await self._answer(fault, path, body, writer)
         finally:
-            self._open -= 1
+            self.num_open -= 1
 
     async def _answer(
         self, fault: str | None, path: str, body: Body, writer: asyncio.StreamWriter
@@ -154,7 +155,7 @@ class LabelServer:
             ids, reason = ids[:-1], "stop"
         usage = {"prompt_tokens": len(prompt), "completion_tokens": len(ids)}
         if fault == "lost_token":
-            ids = ids[:-1]
+            ids = ids[1:]
         choice: Body = {"index": 0, "finish_reason": reason}
         if fault == "abort":
             choice["finish_reason"] = "abort"

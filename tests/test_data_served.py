@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import email.utils
 import json
 import os
 import signal
@@ -28,7 +29,9 @@ from common.distributed import Ranks
 from configs.load import load_config
 from configs.schema import Config
 from data.build import build_corpus
+from data.client import retry_after_s
 from data.corpus import CorpusRow, iter_corpus, read_corpus_manifest
+from data.servers import Server
 from target.load import load_target, load_tokenizer
 
 ROOT = Path(__file__).parent.parent
@@ -194,15 +197,44 @@ def test_servers_share_the_work_within_their_limits(tiny_config: MakeConfig):
     assert len(fast.requests) > len(slow.requests) >= 3
 
 
-def test_a_rate_limited_server_is_asked_less(tiny_config: MakeConfig):
-    """Its limit is two requests at a time; sixteen are allowed here. Nothing fails and most requests are not refused."""
+def test_a_rate_limited_server_is_asked_less(tiny_config: MakeConfig, tmp_path):
+    """It takes two requests at a time, sixteen are allowed here: the limit falls, few are refused, nothing fails."""
     config = tiny_config()
-    with made_up(config, delay_s=0.02) as server:
-        server.fault = lambda body, seen: "429" if server._open >= 2 else None
-        run = tiny_config(overrides=[KEEP_ALL, served(server, concurrency=16)])
+    rows = lines(tmp_path / "many.jsonl", [[("user", f"Say {i}.")] for i in range(160)])
+    with made_up(config, delay_s=0.002) as server:
+        server.fault = lambda body, seen: "429" if server.num_open >= 2 else None
+        run = tiny_config(overrides=[rows, KEEP_ALL, served(server, concurrency=16)])
         counts = build_corpus(run, ALONE).manifest.counts["total"]
-    assert counts["rejected"] == {}
-    assert 0 < server.statuses["429"] < 60
+    assert (sum(counts["done"].values()), counts["rejected"]) == (160, {})
+    assert 0 < server.statuses["429"] < 160
+
+
+def test_trouble_halves_a_server_s_limit_once_an_event_and_answers_raise_it_again():
+    server = Server("http://one/v1/", 16)
+    assert server.url == "http://one/v1"
+    for expected in (8, 4, 2, 1, 1):
+        server.troubled("cut", time.monotonic(), None)
+        server.troubled("cut", 0.0, None)  # sent before: the same crash
+        assert server.limit == expected
+    assert server.num_troubles == 5
+    assert (
+        4 < server.rest_until - time.monotonic() <= 8
+    )  # 0.5 s doubled four times, less up to half
+    server.rest_until = 0.0
+    server.in_flight = 1
+    assert not server.is_free(time.monotonic())
+    for _ in range(60):
+        server.answered()
+    assert server.limit == 16
+    assert server.troubled_since is None
+    server.troubled("busy (429)", time.monotonic(), 30.0)
+    assert 29 < server.rest_until - time.monotonic() <= 30
+
+
+def test_retry_after_is_seconds_or_a_date():
+    date = email.utils.formatdate(time.time() + 90, usegmt=True)
+    assert 85 < (retry_after_s(date) or 0) < 91
+    assert [retry_after_s(v) for v in ("2.5", "-1", "soon", None)] == [2.5, 0.0, None, None]
 
 
 def test_a_lost_server_s_work_goes_to_the_other(tiny_config: MakeConfig):
@@ -213,6 +245,7 @@ def test_a_lost_server_s_work_goes_to_the_other(tiny_config: MakeConfig):
         counts = build_corpus(run, ALONE).manifest.counts["total"]
     assert (sum(counts["done"].values()), counts["rejected"]) == (24, {})
     assert good.statuses["ok"] == 24 + 3  # and the handshake's
+    assert good.most_open <= 8
 
 
 def test_kill_9_keeps_every_answer_and_the_resumed_corpus_is_the_same(

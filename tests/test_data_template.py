@@ -167,6 +167,28 @@ def test_tool_results_are_spliced_in_and_thinking_stays_within_one_question(byte
     assert call["id"] == "c7"
 
 
+def test_recorded_calls_are_context_when_only_the_last_turn_is_a_label(byte_tokenizer):
+    """Their arguments come as JSON text and reach the template as a mapping; text that is no JSON names its row."""
+    recorded = {"id": "c7", "function": {"name": "weather", "arguments": '{"city": "Rome"}'}}
+    turns = [
+        ("user", "Rome?"),
+        {"role": "assistant", "content": "", "tool_calls": [recorded]},
+        {"role": "tool", "content": "21", "tool_call_id": "c7"},
+    ]
+    last: dict[str, Any] = {"responses": {"turns": "last"}}
+    played = Played(byte_tokenizer, turns, ["Warm.<|im_end|>"], thinking=False, **last)
+    assert played.texts[0].endswith(
+        "<tool_call>\n<function=weather>\n<parameter=city>\nRome\n</parameter>\n</function>\n</tool_call><|im_end|>\n"
+        "<|im_start|>user\n<tool_response>\n21\n</tool_response><|im_end|>\n"
+        "<|im_start|>assistant\n<think>\n\n</think>\n\n[[Warm.<|im_end|>]]"
+    )
+    recorded["function"]["arguments"] = "{city"
+    with pytest.raises(
+        ValueError, match=r"here: the arguments of tool call 'weather' are not JSON"
+    ):
+        Played(byte_tokenizer, turns, [], **last)
+
+
 @pytest.mark.parametrize(
     ("reply", "ended"),
     [
