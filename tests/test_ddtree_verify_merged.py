@@ -79,6 +79,17 @@ def test_a_kernel_that_is_wrong_or_missing_is_passed_over(monkeypatch: pytest.Mo
     assert choose(device, torch.float32, 16) is merged._plain_in_pieces
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize(("dtype", "width"), [(torch.bfloat16, 256), (torch.float32, 64)])
+def test_a_fused_kernel_is_found_on_cuda(dtype: torch.dtype, width: int) -> None:
+    kernel = merged._kernel(torch.device("cuda", 0), dtype, width)
+    assert kernel is not merged._plain_in_pieces
+    states = [torch.randn(1, 4, n, width, device="cuda", dtype=dtype) for n in (384, 3000, 3000)]
+    found, expected = kernel(*states, 0.1), merged._plain(*(x.float() for x in states), 0.1)
+    for ours, plain in zip(found, expected, strict=True):
+        assert float((ours.float() - plain).abs().max()) < 0.02
+
+
 @pytest.mark.parametrize("kind", ["qwen3_5", "qwen3_sliding"])
 def test_a_verifier_that_merges_equals_one_that_masks(
     monkeypatch: pytest.MonkeyPatch, kind: str
