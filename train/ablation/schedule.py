@@ -38,6 +38,8 @@ def run_all(
 
     Raises ValueError naming the log of the first that fails; the others are asked to save and stop.
     """
+    if not runs:
+        return
     waiting, running = list(runs), dict[int, Job]()
     progress = Progress("ablation", len(runs), "runs", every_s=30.0)
     with _stopped_at_the_end(running):
