@@ -98,9 +98,8 @@ def draft(drafter: Drafter, cache: ContextCache, embeddings: Tensor) -> Tensor:
 def _make_attend(
     cache: ContextCache, anchors: Tensor, block_size: int, window: int | None
 ) -> Attend:
-    """Attention of one kind of layer; places beyond a row's own length belong to no document."""
+    """Attention of one kind of layer; what lies beyond a row's own length is not before its anchor, and so hidden."""
     start, end = cache.first_seen(window), max(cache.lengths)
     positions = torch.arange(start, end, device=anchors.device).expand(len(anchors), -1)
-    documents = torch.where(positions < anchors, 0, -1)
-    layout = BlockLayout(positions, documents, anchors, torch.zeros_like(anchors))
+    layout = BlockLayout(positions, torch.zeros_like(positions), anchors, torch.zeros_like(anchors))
     return make_attend("structured", layout, block_size, window)
