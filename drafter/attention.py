@@ -39,11 +39,11 @@ Attend = Callable[[Tensor, KeysValues, KeysValues], Tensor]
 def make_attend(attention: str, layout: BlockLayout, block_size: int, window: int | None) -> Attend:
     """The attention of one kind of layer over one batch; `auto` is flex on CUDA and structured on CPU.
 
-    structured becomes chunked where its scores of one head would exceed MAX_SCORES.
+    structured becomes chunked on a CPU where its scores of one head would exceed MAX_SCORES.
     """
     if attention == "auto":
         attention = "flex" if layout.anchor_positions.is_cuda else "structured"
-    if attention == "structured" and _num_scores(layout, block_size) > MAX_SCORES:
+    if attention == "structured" and _is_large(layout, block_size):
         attention = "chunked"
     if attention == "chunked":
         return ChunkedAttention(layout, block_size, window)
@@ -202,12 +202,12 @@ def _hidden(layout: BlockLayout, block_size: int, window: int | None) -> Tensor:
     return ~torch.cat(both, -1)[:, None, :, None]
 
 
-def _num_scores(layout: BlockLayout, block_size: int) -> int:
-    return (
-        layout.anchor_positions.numel()
-        * block_size
-        * (layout.context_positions.shape[1] + block_size)
-    )
+def _is_large(layout: BlockLayout, block_size: int) -> bool:
+    """Whether chunks pay: not for decoding, which drafts one block a sequence."""
+    anchors, length = layout.anchor_positions, layout.context_positions.shape[1]
+    if anchors.is_cuda or anchors.shape[1] == 1:
+        return False
+    return anchors.numel() * block_size * (length + block_size) > MAX_SCORES
 
 
 def _chunks(layout: BlockLayout, block_size: int, window: int | None) -> list[Chunk]:
