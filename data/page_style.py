@@ -25,7 +25,7 @@ table{border-collapse:collapse;font-size:13px;margin:10px 0;min-width:60%}
 th{color:var(--soft);font-weight:600;text-align:right;vertical-align:bottom}
 th,td{padding:4px 9px;border-bottom:1px solid var(--line)}
 td{text-align:right;font-variant-numeric:tabular-nums;vertical-align:top}
-th.l,td.l{text-align:left;overflow-wrap:anywhere}
+th.l,td.l{text-align:left;overflow-wrap:anywhere}td b{white-space:nowrap}
 svg{max-width:100%;height:auto;display:block}svg text{fill:var(--soft);font-size:11px}
 svg .bar{fill:var(--bar)}svg .axis{stroke:var(--line)}svg .name{fill:var(--ink);font-size:12px}
 .charts{display:grid;grid-template-columns:repeat(auto-fit,minmax(520px,1fr));gap:6px 22px}
