@@ -2,10 +2,13 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -139,7 +142,7 @@ def test_folder_has_tokenizer_card_and_no_leftovers_and_is_replaced_with_equal_b
     assert [p.name for p in folder.parent.iterdir()] == ["zlab"]
 
 
-def report_of(fingerprint: str) -> dict[str, object]:
+def report_of(fingerprint: str) -> dict[str, Any]:
     row = {
         "task": "all",
         "acceptor": "tree",
@@ -167,6 +170,62 @@ def test_card_shows_this_checkpoints_acceptance_and_no_others(run):
     assert "| tiny | unverified | 3 | 33 |" in text
     write_json(report, report_of("another"))
     assert "is of another checkpoint" in card(run)
+
+
+def test_card_has_what_a_reader_of_the_hub_looks_for(run):
+    """Every budget with its interval, tasks side by side, the public name of the target, licences as they were checked."""
+    source = {"name": "gsm8k", "kind": "packages", "path": "gsm8k", "split": "test"}
+    values = run.model_dump(mode="json")
+    values["data"]["sources"].append(run.data.sources[0].model_dump(mode="json") | source)
+    values["export"]["base_model"] = "owner/target"
+    config = Config.model_validate(values)
+    report = report_of(drafter_fingerprint(run.run.folder / "checkpoints" / "step-00000006"))
+    row = dict(report["rows"][0])
+    more = [
+        row | {"acceptor": "chain", "budget": None, "acceptance_macro": 1.5, "temperature": 0.0},
+        row | {"task": "code", "acceptance_macro": 3.25, "num_prompts": 3},
+        row | {"mode": "live", "temperature": 0.0, "num_prompts": 2},
+    ]
+    report["rows"] = [*report["rows"], *more]
+    report["lossless"] = {"num_prompts": 2, "num_equal": 2}
+    write_json(run.run.folder / "evaluation" / "report.json", report)
+    text = (export_drafter(config, published_as="me/drafter").folder / "README.md").read_text()
+    assert "base_model: owner/target\n" in text
+    assert "when the chain is verified and 2.35 with a draft tree of 64 nodes" in text
+    assert "| code | 3 | 3.25 |" in text
+    assert "on 2 of 2 prompts decoded live" in text
+    assert "| gsm8k | MIT | 0 | 0 |" in text
+    assert '"model": "me/drafter", "num_speculative_tokens": 3' in text
+    assert "vllm serve owner/target" in text
+    assert str(run.run.folder) not in text
+
+
+@pytest.mark.parametrize(
+    ("form", "own"), [("speculators", False), ("zlab", True), ("speculators", True)]
+)
+def test_other_formats_are_verified_too(run, form, own, tiny_target):
+    exported = export_drafter(run, form, own)
+    name = f"{form}-self-contained" if own else form
+    assert exported.folder == run.run.folder / "export" / name
+    assert exported.verification.reload_difference <= 1e-5
+    tensors = load_file(exported.folder / "model.safetensors")
+    assert ("lm_head.weight" in tensors) == own
+    if own:
+        assert torch.equal(tensors["lm_head.weight"], tiny_target("llama").lm_head)
+    assert load_drafter(exported.folder, "cpu", torch.float32).config == drafter_config(run)
+
+
+def test_a_target_that_changed_since_extract_is_noticed(run):
+    """Same names, sizes and identity sample; one row of the embedding differs."""
+    job = damage(run, lambda state: None)
+    copy = run.run.folder / "target"
+    shutil.copytree(run.target.model, copy)
+    (file,) = copy.glob("*.safetensors")
+    state = load_file(file)
+    state["model.embed_tokens.weight"][7] += 1
+    save_file(state, file, metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=r"the features' embedding is not that of .* token 7"):
+        verify_export(replace(job, target=copy))
 
 
 def card(config: Config) -> str:
