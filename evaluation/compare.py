@@ -13,7 +13,7 @@ from typing import Any
 
 from common.command import StageParser, run_command
 from common.files import write_json
-from evaluation.html import card, facts, heading, section, table, text, with_interval, write_html
+from evaluation.html import card, facts, heading, section, table, text, write_html
 from evaluation.pairing import compare_evaluations, read_evaluation
 from evaluation.plots import Palette, acceptor_name, by_budget
 from evaluation.prompt_records import ALL_TASKS
@@ -116,11 +116,16 @@ def _task_table(result: Mapping[str, Any]) -> str:
 
 
 def _differences(row: Mapping[str, Any]) -> list[str]:
-    percent = row["relative_ci95"] and [100 * end for end in row["relative_ci95"]]
     return [
-        with_interval(row["difference"], row["ci95"], 3),
-        with_interval(100 * row["relative"], percent, 1) + " %",
+        _small(row["difference"], row["ci95"], ".3f"),
+        _small(row["relative"], row["relative_ci95"], ".1%"),
     ]
+
+
+def _small(value: float, ends: Sequence[float] | None, form: str) -> str:
+    """Markup, with signs: an interval may lie on both sides of 0."""
+    interval = "" if ends is None else f" <small>{ends[0]:+{form}} to {ends[1]:+{form}}</small>"
+    return f"{value:+{form}}{interval}"
 
 
 def _counts(row: Mapping[str, Any]) -> str:
