@@ -84,8 +84,11 @@ def test_a_kernel_that_is_wrong_or_missing_is_passed_over(monkeypatch: pytest.Mo
 def test_a_fused_kernel_is_found_on_cuda(dtype: torch.dtype, width: int) -> None:
     kernel = merged._kernel(torch.device("cuda", 0), dtype, width)
     assert kernel is not merged._plain_in_pieces
-    states = [torch.randn(1, 4, n, width, device="cuda", dtype=dtype) for n in (384, 3000, 3000)]
-    found, expected = kernel(*states, 0.1), merged._plain(*(x.float() for x in states), 0.1)
+    query, key, value = (
+        torch.randn(1, 4, n, width, device="cuda", dtype=dtype) for n in (384, 3000, 3000)
+    )
+    found = kernel(query, key, value, 0.1)
+    expected = merged._plain(query.float(), key.float(), value.float(), 0.1)
     for ours, plain in zip(found, expected, strict=True):
         assert float((ours.float() - plain).abs().max()) < 0.02
 
