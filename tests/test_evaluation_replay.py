@@ -46,7 +46,7 @@ def test_replay_is_live_pass_for_pass(
     layers = ["drafter.layer_types=[sliding_attention,full_attention]", "drafter.sliding_window=9"]
     config = tiny_config(family, ["drafter.block_size=5", *layers])
     case = make_case(config, tiny_target(family), num_prompts=3, steps=60)
-    options = ReplayOptions((12,), (0.8, 1.0, 1.3, 1.1), names=REPLAYED, cost=COST)
+    options = ReplayOptions((12,), (0.3, 4.0, 0.5, 2.0), names=REPLAYED, cost=COST)
     settings = case.settings(drafter_temperature=options.drafter_temperature, cost=COST)
     emitted, sizes = 0, set()
     for index, row in enumerate(case.rows):
