@@ -68,6 +68,11 @@ def test_utf8_that_was_read_as_something_else_is_found(sentence, encoding):
     )
 
 
+def test_one_sign_of_three_wrong_letters_is_enough_and_a_pair_is_not():
+    assert "another encoding" in (broken_unicode("It’s fine".encode().decode("cp1252")) or "")
+    assert broken_unicode("an area of 3 Å²") is None
+
+
 @pytest.mark.parametrize(
     ("text", "sign"),
     [
