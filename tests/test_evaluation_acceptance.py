@@ -32,6 +32,7 @@ def test_interval_is_repeatable_holds_the_mean_and_vanishes_without_spread() -> 
     prompts = [prompt(*([1 + index % 5] * 4)) for index in range(50)]
     found = measure_acceptance(prompts)
     assert found == measure_acceptance(prompts)
+    assert found.ci95 is not None
     low, high = found.ci95
     # standard error of 50 values 1..5 (sd sqrt 2) is 0.2, so the interval is about 3 +- 0.39
     assert low == pytest.approx(3 - 0.39, abs=0.06)
