@@ -5,6 +5,7 @@ Relations between fields are checked here, before any model loads. `python -c "i
 
 from __future__ import annotations
 
+import string
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
@@ -246,6 +247,12 @@ class SourceSection(Section):
 
     @model_validator(mode="after")
     def _check(self) -> SourceSection:
+        if self.name == "total" or not self.name.strip() or not self.name.isprintable():
+            raise ValueError(
+                f"data.sources: {self.name!r} is no name for a source: it must be printable text other than 'total'"
+            )
+        if self.prompt_template is not None:
+            _check_template(self.name, self.prompt_template)
         if self.read is not None and self.take is not None and self.read < self.take:
             raise ValueError(
                 f"data.sources {self.name!r}: read={self.read} is below take={self.take}; read more or take less"
@@ -255,6 +262,19 @@ class SourceSection(Section):
                 f"data.sources {self.name!r} has both prompt_column and prompt_template; keep one"
             )
         return self
+
+
+def _check_template(source: str, template: str) -> None:
+    try:
+        columns = [column for _, column, _, _ in string.Formatter().parse(template)]
+    except ValueError as error:
+        raise ValueError(
+            f"data.sources {source!r}: prompt_template={template!r}: {error}; double the braces that stand for themselves"
+        ) from error
+    if "" in columns or not any(columns):
+        raise ValueError(
+            f"data.sources {source!r}: prompt_template={template!r} must name its columns, e.g. {{question}}"
+        )
 
 
 class ServerSection(Section):

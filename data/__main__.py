@@ -108,22 +108,23 @@ if __name__ == "__main__":
     parser = stage_parser(
         "data", "Conversations to corpus shards, labelled by the target. Resumes where it stopped."
     )
-    parser.add_argument(
+    looks = parser.add_mutually_exclusive_group()
+    looks.add_argument(
         "--select",
         type=Path,
         metavar="FILE",
         help="only write the prompts that would be labelled, as JSON lines, and stop",
     )
-    parser.add_argument(
+    looks.add_argument(
         "--show",
         type=int,
         metavar="N",
         help="only print N rows of the finished corpus in colour: context, generated, masked",
     )
-    parser.add_argument(
+    looks.add_argument(
         "--verify", action="store_true", help="read a finished corpus again, whole, and check it"
     )
-    parser.add_argument(
+    looks.add_argument(
         "--pin", action="store_true", help="write every hub set's newest commit into the recipe"
     )
     run_command(parser, main)

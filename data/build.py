@@ -66,6 +66,9 @@ def build_corpus(
 
 def select_only(config: Config, file: Path, packages_folder: Path = PACKAGES_FOLDER) -> int:
     """Write the prompts that would be labelled to `file`; returns how many."""
+    if file.is_dir():
+        raise ValueError(f"{file} is a folder; give the name of a file to write the prompts to")
+    file.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=file.parent, prefix=f".{file.name}.") as aside:
         prepare_plan(config, Path(aside), packages_folder)
         plan = read_plan(Path(aside) / "units")

@@ -78,7 +78,9 @@ def columns_of(row: Row) -> dict[str, Any]:
             f"{row.where}: not valid JSON ({error}); one JSON object a line, in UTF-8, is expected"
         ) from error
     if not isinstance(value, dict):
-        raise Malformed(f"{row.where}: expected a JSON object, found {type(value).__name__}")
+        raise Malformed(
+            f"{row.where}: expected a JSON object, found {type(value).__name__} {_shown(value)}"
+        )
     return value
 
 
@@ -108,15 +110,25 @@ def conversation_of(row: Row, columns: dict[str, Any], source: SourceSection) ->
         system = _text_in(columns, source.system_column, row.where, source, may_be_empty=True)
         messages = ({"role": "system", "content": system}, *messages) if system else messages
     tools = () if source.tools_column is None else _tools_of(columns, row.where, source)
+    _require_json([messages, tools], row.where)
     return Conversation(row.where, messages, row.license or source.license, tools)
 
 
 def _is_within(value: Any, bounds: Bounds) -> bool:
+    value = _number_in(value) if isinstance(value, str) else value
     if isinstance(value, bool) or not isinstance(value, int | float):
         return False
     return (bounds.min is None or value >= bounds.min) and (
         bounds.max is None or value <= bounds.max
     )
+
+
+def _number_in(text: str) -> float | None:
+    """CSV files hold text only."""
+    try:
+        return float(text)
+    except ValueError:
+        return None
 
 
 def _bare_messages(
@@ -158,7 +170,7 @@ def _text_in(
         ]  # the user's turns without answers, as MT-Bench has them: the first can be answered
     if not isinstance(text, str):
         raise _shape_error(where, source, f"no text in column {column!r}", columns)
-    return _unicode(text, where)
+    return text
 
 
 def _given_messages(
@@ -176,10 +188,10 @@ def _given_messages(
 
 
 def _parsed(text: str) -> Any:
-    """Parquet files often hold a conversation as JSON text; None if this is no JSON."""
+    """Parquet files often hold a conversation as JSON text; None if this is no JSON that can be read."""
     try:
         return json.loads(text)
-    except json.JSONDecodeError:
+    except (ValueError, RecursionError):  # a number of thousands of digits, brackets without end
         return None
 
 
@@ -204,28 +216,34 @@ def _message_of(turn: Any, where: str, source: SourceSection) -> Message:
     if given.get("tool_calls"):
         given["tool_calls"] = _tool_calls_of(given["tool_calls"], where, source)
     kept = {key: given[key] for key in _TEMPLATE_KEYS if key in given}
-    return {"role": role, "content": _unicode(content, where), **kept}
+    if no_text := [k for k, v in kept.items() if k != "tool_calls" and not isinstance(v, str)]:
+        raise _shape_error(where, source, f"{no_text[0]!r} of a turn is not text", turn)
+    return {"role": role, "content": content, **kept}
 
 
 def _tool_calls_of(calls: Any, where: str, source: SourceSection) -> list[dict[str, Any]]:
-    """Arguments as an object: servers give them as JSON text, chat templates go through their items."""
     calls = _parsed(calls) if isinstance(calls, str) else calls
     if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
         raise _shape_error(where, source, "tool_calls is not a list of objects", calls)
-    found = []
-    for call in calls:
-        inner = call.get("function")
-        function = inner if isinstance(inner, dict) else call
-        arguments = function.get("arguments")
-        if isinstance(arguments, str):
-            arguments = _parsed(arguments)
-            if not isinstance(arguments, dict):
-                raise _shape_error(
-                    where, source, "a tool call's arguments are no JSON object", call
-                )
-            function = {**function, "arguments": arguments}
-        found.append({**call, "function": function} if isinstance(inner, dict) else function)
-    return found
+    return [_tool_call_of(call, where, source) for call in calls]
+
+
+def _tool_call_of(call: dict[str, Any], where: str, source: SourceSection) -> dict[str, Any]:
+    """Arguments as an object: servers give them as JSON text, chat templates go through their items."""
+    inner = call.get("function")
+    function = call if inner is None else inner
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise _shape_error(where, source, "a tool call names no function", call)
+    arguments = function.get("arguments")
+    if arguments is None or arguments == "":
+        arguments = {}
+    elif isinstance(arguments, str):
+        arguments = _parsed(arguments)
+    if not isinstance(arguments, dict):
+        raise _shape_error(where, source, "a tool call's arguments are no JSON object", call)
+    if "arguments" in function:
+        function = {**function, "arguments": arguments}
+    return function if inner is None else {**call, "function": function}
 
 
 def _tools_of(
@@ -242,15 +260,18 @@ def _tools_of(
     return tuple(tools)
 
 
-def _unicode(text: str, where: str) -> str:
-    """JSON can spell half a surrogate pair, which no tokenizer takes."""
+def _require_json(value: Any, where: str) -> None:
+    """JSON can spell half a surrogate pair, which no tokenizer takes; Parquet can hold times and bytes in a schema or a call."""
     try:
-        text.encode()
+        json.dumps(value, ensure_ascii=False).encode()
     except UnicodeEncodeError as error:
         raise Malformed(
             f"{where}: its text is no Unicode ({error}); correct or remove the row"
         ) from error
-    return text
+    except (TypeError, ValueError, RecursionError) as error:
+        raise Malformed(
+            f"{where}: it holds what JSON cannot say ({error}); correct or remove the row"
+        ) from error
 
 
 def _joined_parts(parts: list[dict[str, Any]]) -> str | None:
@@ -262,8 +283,14 @@ def _joined_parts(parts: list[dict[str, Any]]) -> str | None:
 
 def _shape_error(where: str, source: SourceSection, problem: str, example: Any) -> Malformed:
     columns = f"messages_column={source.messages_column!r}, prompt_column={source.prompt_column!r}"
-    shown = json.dumps(example, ensure_ascii=False, default=str)
-    shown = shown if len(shown) <= 200 else f"{shown[:200]}..."
     return Malformed(
-        f"{where}: {problem}; expected a list of {{role, content}} (data.sources {source.name!r}: {columns}), found {shown}"
+        f"{where}: {problem}; expected a list of {{role, content}} (data.sources {source.name!r}: {columns}), found "
+        f"{_shown(example)}"
     )
+
+
+def _shown(example: Any) -> str:
+    """Its start as JSON, halves of surrogate pairs written out: lists of rejected rows are UTF-8."""
+    text = json.dumps(example, ensure_ascii=False, default=str)
+    text = text if len(text) <= 200 else f"{text[:200]}..."
+    return text.encode(errors="backslashreplace").decode()

@@ -78,7 +78,8 @@ async def _model_of(
             server,
             f"data.responses.server.model={wanted}, it serves {', '.join(models) or 'nothing'}; set one of them",
         )
-    return wanted, models[wanted]
+    longest = models[wanted]
+    return wanted, longest if isinstance(longest, int) else None
 
 
 async def _check_completions(

@@ -32,11 +32,11 @@ def pin_file(file: Path, commit_of: Callable[[str], str]) -> list[Pinned]:
     edits: list[tuple[int, int, str]] = []
     pinned = []
     for entry in _hub_entries(yaml.compose(text, yaml.SafeLoader)):
-        commit = commit_of(entry["path"].value)
-        old = entry.get("revision")
+        path, old = entry.scalars["path"].value, entry.scalars.get("revision")
+        commit = commit_of(path)
         before = None if old is None or old.value in ("null", "~", "") else old.value
-        pinned.append(Pinned(entry["path"].value, before, commit))
-        edits.append(_edit(entry, old, commit, text))
+        pinned.append(Pinned(path, before, commit))
+        edits.append(_edit(entry, old, commit))
     for start, end, new in sorted(edits, reverse=True):
         text = text[:start] + new + text[end:]
     with atomic_path(file) as aside:
@@ -71,8 +71,18 @@ def hub_commit(path: str) -> str:
     return commit
 
 
-def _hub_entries(node: yaml.Node | None) -> Iterator[dict[str, yaml.ScalarNode]]:
-    """The scalars of every mapping that describes a hub set, by key."""
+@dataclass(frozen=True)
+class _Entry:
+    """A mapping that describes a hub set."""
+
+    scalars: dict[str, yaml.ScalarNode]
+    """Its values that are scalars, by key."""
+    path_key: yaml.ScalarNode
+    in_flow: bool
+    """{a: b, c: d}, on whatever number of lines."""
+
+
+def _hub_entries(node: yaml.Node | None) -> Iterator[_Entry]:
     if isinstance(node, yaml.SequenceNode):
         for item in node.value:
             yield from _hub_entries(item)
@@ -80,22 +90,23 @@ def _hub_entries(node: yaml.Node | None) -> Iterator[dict[str, yaml.ScalarNode]]
         scalars = {k.value: v for k, v in node.value if isinstance(v, yaml.ScalarNode)}
         kind, path = scalars.get("kind"), scalars.get("path")
         if kind is not None and kind.value == "datasets" and path and not Path(path.value).exists():
-            yield scalars
+            path_key = next(k for k, v in node.value if v is path)
+            yield _Entry(scalars, path_key, bool(node.flow_style))
         for _, value in node.value:
             yield from _hub_entries(value)
 
 
-def _edit(
-    entry: dict[str, yaml.ScalarNode], old: yaml.ScalarNode | None, commit: str, text: str
-) -> tuple[int, int, str]:
-    """(start, end, new text): in place of the old revision, or behind the path in its mapping's own style."""
+def _edit(entry: _Entry, old: yaml.ScalarNode | None, commit: str) -> tuple[int, int, str]:
+    """(start, end, new text): in place of the old revision, or beside the path in its mapping's own style."""
     # quoted: a hash of digits and one e would be a number
     quoted = f'"{commit}"'
     if old is not None:
-        return old.start_mark.index, old.end_mark.index, quoted
-    path = entry["path"]
-    line = text.rfind("\n", 0, path.start_mark.index) + 1
-    key = text.index("path", line)
-    in_flow = "{" in text[line:key]
-    gap = ", " if in_flow else "\n" + " " * (key - line)
-    return path.end_mark.index, path.end_mark.index, f"{gap}revision: {quoted}"
+        # an empty value begins right behind its colon
+        gap = "" if old.value else " "
+        return old.start_mark.index, old.end_mark.index, gap + quoted
+    if entry.in_flow:
+        end = entry.scalars["path"].end_mark.index
+        return end, end, f", revision: {quoted}"
+    # before the path: behind it there may be a comment, or the lines of a folded text
+    start = entry.path_key.start_mark
+    return start.index, start.index, f"revision: {quoted}\n{' ' * start.column}"

@@ -66,8 +66,8 @@ def _calls_of(text: str, tools: Sequence[Mapping[str, Any]]) -> list[dict[str, A
 
 def _json_call(body: str) -> dict[str, Any] | None:
     try:
-        call = json.loads(body)
-    except (json.JSONDecodeError, RecursionError):
+        call = _json_of(body)
+    except ValueError:
         return None
     if not isinstance(call.get("name"), str) or not isinstance(call.get("arguments", {}), dict):
         return None
@@ -101,6 +101,16 @@ def _typed(value: str, kind: Any) -> Any:
     if kind in (None, "string"):
         return value
     try:
-        return json.loads(value)
-    except json.JSONDecodeError:
+        return _json_of(value)
+    except ValueError:
         return value
+
+
+def _json_of(text: str) -> Any:
+    """Raises ValueError for what is no JSON, or cannot be said again in UTF-8: half a surrogate pair, brackets without end."""
+    try:
+        value = json.loads(text)
+        json.dumps(value, ensure_ascii=False).encode()
+    except RecursionError as error:
+        raise ValueError(str(error)) from error
+    return value

@@ -11,7 +11,8 @@ import csv
 import gzip
 import itertools
 import json
-from collections.abc import Callable, Iterable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -202,10 +203,21 @@ def _csv(path: Path) -> Iterator[Part]:
         text = (
             line.decode("utf-8-sig" if number == 0 else "utf-8") for number, line in enumerate(file)
         )
-        reader = csv.DictReader(text, strict=True)
+        reader = csv.reader(text, strict=True)
+        names = next(reader, [])
+        if twice := [name for name, count in Counter(names).items() if count > 1]:
+            raise ValueError(f"{path} has two columns named {twice[0]!r}; rename one of them")
         yield from listed(
-            Row(f"{path}:{reader.line_num}", {str(k): v for k, v in row.items()}) for row in reader
+            Row(f"{path}:{reader.line_num}", _cells(names, row)) for row in reader if row
         )
+
+
+def _cells(names: Sequence[str], row: Sequence[str]) -> dict[str, Any] | bytes:
+    """Cells by column; of a row with more or fewer of them a text that says so, which is no row of columns."""
+    if len(row) != len(names):
+        problem = f"{len(row)} cells for {len(names)} columns; quote a cell that holds a comma"
+        return json.dumps(problem).encode()
+    return dict(zip(names, row, strict=True))
 
 
 def _parquet(path: Path) -> Iterator[Part]:

@@ -15,6 +15,7 @@ from common.progress import Progress
 from configs.schema import Config
 from data.clean import split_of
 from data.corpus import CorpusManifest, CorpusRow, iter_corpus, read_corpus_manifest
+from data.settings import require_same_data
 
 logger = logging.getLogger(__name__)
 
@@ -36,6 +37,7 @@ def verify_corpus(config: Config) -> Verified:
     """
     folder = config.run.folder / "corpus"
     manifest = read_corpus_manifest(folder)
+    require_same_data(f"the corpus in {folder}", manifest.settings, config.data)
     seen = _Seen(config)
     progress = Progress("verifying", manifest.num_rows, "rows")
     for row in iter_corpus(folder, manifest):
@@ -106,7 +108,7 @@ class _Seen:
 
 
 def _check_account(folder: Path, manifest: CorpusManifest) -> int:
-    """read = done + rejected, source by source, and the list of rejected rows has as many of each reason."""
+    """read = done + rejected, source by source and in total, and the list of rejected rows has as many of each reason."""
     path = folder / "rejected.parquet"
     if not path.is_file():
         raise FileNotFoundError(f"{path} is missing; {_REMEDY}")
@@ -124,4 +126,10 @@ def _check_account(folder: Path, manifest: CorpusManifest) -> int:
                 raise ValueError(
                     f"source {name}: {count} rows rejected as {reason!r}, {path.name} lists {found}; {_REMEDY}"
                 )
+    read = {name: entry["read"] for name, entry in manifest.counts.items()}
+    total = read.pop("total")
+    if total != sum(read.values()):
+        raise ValueError(
+            f"{total} rows were read in total, the sources' add up to {sum(read.values())}; {_REMEDY}"
+        )
     return len(table)

@@ -62,14 +62,21 @@ class Answer:
         choices = body.get("choices", [])
         if not isinstance(choices, list) or not all(isinstance(c, dict) for c in choices):
             raise Unusable(f"answer without choices: {_shown(body)}")
+        if len(choices) > 1:
+            raise Unusable(f"{len(choices)} choices where one was asked for")
         usage = body.get("usage") or {}
+        if not isinstance(usage, dict):
+            raise Unusable(f"usage is no object: {_shown(usage)}")
         self.num_tokens = usage.get("completion_tokens", self.num_tokens)
         self.num_prompt_tokens = usage.get("prompt_tokens", self.num_prompt_tokens)
         for choice in choices:
             self._add_choice(choice)
 
     def _add_choice(self, choice: dict[str, Any]) -> None:
-        self.text += choice.get("text") or ""
+        text = choice.get("text") or ""
+        if not isinstance(text, str) or choice.get("index", 0) != 0:
+            raise Unusable(f"not the first choice, or not with text: {_shown(choice)}")
+        self.text += text
         ids = choice.get("token_ids")
         if ids is not None:
             self.ids = (self.ids or []) + _require_ids(ids)
@@ -111,7 +118,8 @@ def parse_body(content: bytes) -> Any:
     """The JSON of a response. Raises Unusable for bytes that are no UTF-8 or no JSON."""
     try:
         return json.loads(content.decode())
-    except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
+    # a ValueError: a number of thousands of digits too
+    except (ValueError, RecursionError) as error:
         raise Unusable(f"not valid JSON ({type(error).__name__})") from error
 
 
@@ -149,6 +157,10 @@ def response_of(answer: Answer, request: TurnRequest, rules: AnswerRules) -> Res
     finished = ids[-1] in rules.eos_token_ids
     if answer.finish_reason == "stop" and not finished:
         raise Unusable("it stopped without an EOS token of the target")
+    if not finished and len(ids) < request.max_new_tokens:
+        raise Unusable(
+            f"cut after {len(ids)} of max_tokens={request.max_new_tokens} tokens: the server or a proxy has a lower limit"
+        )
     return Response(ids, finished)
 
 

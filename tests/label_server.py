@@ -32,6 +32,10 @@ RUBBISH = {
     "no_choices": b'{"choices": []}',
     "error_200": b'{"error": {"message": "engine died"}}',
     "html": b"<html>502 Bad Gateway</html>",
+    "digits": b'{"choices": [{"text": ' + b"9" * 5000 + b"}]}",
+    "text_number": b'{"choices": [{"text": 5, "token_ids": [5], "finish_reason": "length"}]}',
+    "usage_list": b'{"choices": [], "usage": [1]}',
+    "two_choices": b'{"choices": [{"text": "a", "index": 0}, {"text": "b", "index": 1}]}',
 }
 
 
@@ -153,6 +157,8 @@ class LabelServer:
             ids = [self.eos, *ids[1:]]
         if fault == "no_eos":
             ids, reason = ids[:-1], "stop"
+        if fault == "cut_short":  # a proxy that lowers max_tokens
+            ids, reason = ids[:2], "length"
         usage = {"prompt_tokens": len(prompt), "completion_tokens": len(ids)}
         if fault == "lost_token":
             ids = ids[1:]

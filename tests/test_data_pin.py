@@ -56,6 +56,37 @@ def test_only_revisions_of_hub_sets_change(tmp_path):
     assert file.read_text() == text
 
 
+LAYOUTS = """sources:
+  - {name: my-path, kind: datasets,
+     path: org/a, take: 3}
+  - {
+      kind: datasets,
+      path: "org/b"
+    }
+  - path: org/c
+    kind: datasets
+  - kind: datasets
+    path: >-
+      org/a
+    name: folded
+  - "kind": "datasets"
+    "path": "org/b"   # quoted keys
+  - kind: datasets
+    path: org/c
+    revision:         # to be pinned
+"""
+
+
+def test_whatever_the_layout_what_is_written_is_the_same_recipe_with_revisions(tmp_path):
+    file = tmp_path / "recipe.yaml"
+    file.write_text(LAYOUTS)
+    wanted = yaml.safe_load(LAYOUTS)
+    assert len(pin_file(file, commit_of)) == len(wanted["sources"])
+    for source in wanted["sources"]:
+        source["revision"] = commit_of(source["path"])
+    assert yaml.safe_load(file.read_text()) == wanted
+
+
 def test_a_hub_that_does_not_answer_leaves_the_file_alone(tmp_path):
     file = tmp_path / "recipe.yaml"
     file.write_text(RECIPE)

@@ -254,12 +254,25 @@ def test_verify_finds_what_was_changed(tiny_config, tmp_path):
     (folder / "manifest.json").write_text(json.dumps(broken))
     with pytest.raises(ValueError, match="source m: 21 rows were read, 20 are done and 0 rejected"):
         verify_corpus(config)
+    broken = json.loads(json.dumps(manifest))
+    broken["counts"]["total"]["read"] += 1
+    broken["counts"]["total"]["done"]["train"] += 1
+    (folder / "manifest.json").write_text(json.dumps(broken))
+    with pytest.raises(ValueError, match=r"21 rows were read in total, the sources' add up to 20"):
+        verify_corpus(config)
     (folder / "manifest.json").write_text(json.dumps(manifest))
     other = config.model_copy(
         update={"data": config.data.model_copy(update={"test_fraction": 0.7})}
     )
+    # a changed recipe is not the corpus' fault
+    with pytest.raises(ValueError, match=r"made with data.test_fraction=0.2, this run has 0.7"):
+        verify_corpus(other)
+    manifest["settings"]["recipe"]["data.test_fraction"] = 0.7
+    (folder / "manifest.json").write_text(json.dumps(manifest))
     with pytest.raises(ValueError, match=r"its split is .*, its first user turn says test"):
         verify_corpus(other)
+    manifest["settings"]["recipe"]["data.test_fraction"] = 0.2
+    (folder / "manifest.json").write_text(json.dumps(manifest))
     (folder / "rejected.parquet").unlink()
     with pytest.raises(FileNotFoundError, match=r"rejected\.parquet is missing"):
         verify_corpus(config)

@@ -105,9 +105,10 @@ def test_what_is_asked_states_every_sampling_setting_and_a_seed_a_row(tiny_confi
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_every_passing_fault_leaves_the_corpus_as_it_would_be(tiny_config: MakeConfig, stream):
-    """24 prompts, each first met by another fault; the second try of each is well."""
+    """24 prompts, each first met by one of the faults; the second try of each is well."""
     faults = ["429", "503", "502", "500", "408", "cut", "cut_body", *RUBBISH]
     faults += ["other_prompt", "out_of_vocab", "after_eos", "no_eos", "lost_token", "abort"]
+    faults += ["cut_short"]
     config = tiny_config(overrides=[KEEP_ALL])
     with made_up(config) as server:
         well = tiny_config(overrides=[KEEP_ALL, served(server)])

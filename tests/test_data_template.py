@@ -347,6 +347,13 @@ def test_a_reply_s_thinking_is_told_from_its_answer(text, opened, expected):
         ('{"name": 3, "arguments": {}}', None),
         ("[1]", None),
         ("<function=weather", None),
+        ('{"name": "weather", "arguments": {"days": ' + "9" * 5000 + "}}", None),
+        ('{"name": "weather", "arguments": {"city": "\\ud800"}}', None),
+        ('{"name": "weather", "arguments": ' + "[" * 100_000, None),
+        (
+            f"<function=weather>\n<parameter=days>\n{'9' * 5000}\n</parameter>\n</function>",
+            {"days": "9" * 5000},
+        ),
     ],
 )
 def test_tool_calls_are_read_in_both_spellings_and_malformed_ones_stay_text(body, arguments):
