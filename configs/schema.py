@@ -45,6 +45,8 @@ Category = Literal[
 ]
 AcceptorName = Literal["chain", "chain_rejection", "tree", "tree_spine", "tree_cost"]
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
+TreeBudget = Annotated[int, Field(ge=1, le=8192)]
+"""Nodes of a draft tree without its root; the largest is that of ddtree/order.py."""
 
 
 class Section(BaseModel):
@@ -435,11 +437,11 @@ class TrainSection(Section):
     soft_label_share: Fraction = 0.0
     """Labels: 0 the recorded token (serving greedily), 1 the target's distribution (T=1), between: both. Above 0 it needs
     extract.soft_labels. kl, tv and lk always compare with the distribution."""
-    tree_budget: PositiveInt = 64
+    tree_budget: TreeBudget = 64
     """B inside tree and tree_live; checkpoints are compared at it."""
     tree_temperature_nats: float = Field(default=1.5, gt=0)
     """Softness of survival in tree, in nats."""
-    surrogate_budgets: tuple[PositiveInt, ...] | None = Field(default=None, min_length=1)
+    surrogate_budgets: tuple[TreeBudget, ...] | None = Field(default=None, min_length=1)
     """tree_surrogate: budgets it averages over; null: tree_budget alone."""
     surrogate_temperatures_nats: tuple[PositiveFloat, PositiveFloat] = (2.0, 0.5)
     """tree_surrogate: its softness after the warm-up and at the last step, in nats; geometric between."""
@@ -538,9 +540,9 @@ class EvaluationSection(Section):
     )
     """chain_rejection (the p/q sampler of servers) is decoded live at temperatures above 0 only; tree_spine is the tree with the
     chain guaranteed inside; tree_cost grows while expected tokens a second rise, by costs measured on this machine."""
-    budgets: tuple[PositiveInt, ...] = Field(default=(8, 16, 32, 64, 128), min_length=1)
+    budgets: tuple[TreeBudget, ...] = Field(default=(8, 16, 32, 64, 128), min_length=1)
     """Tree budgets B (nodes without the root). tree_cost takes at most the largest."""
-    live_budgets: tuple[PositiveInt, ...] = (64,)
+    live_budgets: tuple[TreeBudget, ...] = (64,)
     """Budgets of tree and tree_spine decoded live; replay covers all."""
     live_batch_size: PositiveInt = 1
     """Prompts decoded together. 1: timings are those of one sequence; more: of the whole batch, shared evenly."""
@@ -562,6 +564,15 @@ class EvaluationSection(Section):
     max_new_tokens: PositiveInt = 512
     dtype: Dtype = "float32"
     """Dtype of live decoding. Only float32 makes greedy losslessness a theorem; bf16 flips near-ties."""
+
+    @model_validator(mode="after")
+    def _check(self) -> EvaluationSection:
+        if set(self.acceptors) == {"chain_rejection"} and not any(self.temperatures):
+            raise ValueError(
+                f"evaluation.acceptors=[chain_rejection] decodes nothing at evaluation.temperatures={list(self.temperatures)}: "
+                "it samples; add a temperature above 0 or another acceptor"
+            )
+        return self
 
     @property
     def unfitted_temperature(self) -> float:

@@ -20,6 +20,7 @@ TIMEOUT_S = 24 * 3600.0  # a rank may finish its prompts hours before another
 
 
 def main(options: argparse.Namespace) -> None:
+    _refuse_conflicts(options)
     config = load_config(options.config, options.overrides)
     with distributed(config.run.cpu_threads, TIMEOUT_S) as ranks:
         if options.report_only:
@@ -62,6 +63,25 @@ def check_losslessness(config: Config, ranks: Ranks, folder: Path | None, num_pr
         return True
     _show(lossless_lines(result))
     return result["num_equal"] == result["num_prompts"]
+
+
+def _refuse_conflicts(options: argparse.Namespace) -> None:
+    """Raises ValueError for two options of which one would be passed over without a word."""
+    given = {
+        "--drafter": options.drafter is not None,
+        "--random-drafter": options.random_drafter,
+        "--report-only": options.report_only,
+        "--lossless": options.lossless is not None,
+    }
+    for first, second in (
+        ("--drafter", "--random-drafter"),
+        ("--lossless", "--random-drafter"),
+        ("--lossless", "--report-only"),
+    ):
+        if given[first] and given[second]:
+            raise ValueError(
+                f"{first} and {second} exclude each other; give one (--lossless decodes with a random drafter too)"
+            )
 
 
 def _source(config: Config, folder: Path | None, is_random: bool) -> DrafterSource:

@@ -7,6 +7,8 @@ the median of its rounds, so that a slow moment of the machine does not fall on 
 
 from __future__ import annotations
 
+import itertools
+import math
 import platform
 import statistics
 from collections.abc import Sequence
@@ -22,6 +24,7 @@ from common.progress import Progress
 from ddtree.build import build_tree
 from ddtree.convex import fit_convex
 from ddtree.cost import RoundCost
+from ddtree.order import MAX_BUDGET
 from ddtree.tree import DraftTree, chain_tree
 from ddtree.verify import TreeVerifier
 from evaluation.clock import StageClock
@@ -47,6 +50,11 @@ class CostPoint:
     """The target's choices and the walk."""
 
     @property
+    def is_sound(self) -> bool:
+        stages = (self.draft, self.build, self.commit, self.rest)
+        return 0 < self.verify < math.inf and all(0 <= spent < math.inf for spent in stages)
+
+    @property
     def after_draft(self) -> float:
         return self.build + self.verify + self.commit + self.rest
 
@@ -59,6 +67,19 @@ class MeasuredCost:
     num_sequences: int
     """Rows decoded together."""
     machine: str
+
+    @property
+    def is_sound(self) -> bool:
+        """Whether a measurement can have given this: sizes that rise from 0 to what a tree may have, and finite seconds."""
+        sizes = [point.num_nodes for point in self.points]
+        return (
+            len(sizes) > 1
+            and sizes[0] == 0
+            and sizes[-1] <= MAX_BUDGET
+            and all(isinstance(size, int) for size in sizes)
+            and all(a < b for a, b in itertools.pairwise(sizes))
+            and all(point.is_sound for point in self.points)
+        )
 
     @property
     def plain_step(self) -> float:
@@ -99,7 +120,9 @@ def read_costs(path: Path) -> MeasuredCost:
     with fields_of(path, remedy):
         points = tuple(CostPoint(**point) for point in value["points"])
         cost = MeasuredCost(points, value["num_sequences"], value["machine"])
-        cost.round_cost()
+        is_sound = cost.is_sound
+    if not is_sound:
+        raise ValueError(f"{path} holds sizes or seconds that no measurement gives; {remedy}")
     return cost
 
 

@@ -11,6 +11,8 @@ from common.files import fields_of, read_json
 from evaluation.comparison import compare_prompts
 from evaluation.prompt_records import ALL_TASKS, Kind, PromptRecord, by_kind, read_prompt_records
 
+NEEDED = {"settings": set[str](), "settled": {"costs"}, "facts": {"run", "drafter"}}
+"""What a comparison takes from a report besides the drafter's fingerprint, by section."""
 REMEDY = "evaluate the run first, or write its report again with `./launch.sh report`"
 
 
@@ -42,9 +44,12 @@ def read_evaluation(place: Path) -> Evaluation:
     report = read_json(path, REMEDY)
     with fields_of(path, REMEDY):
         records = read_prompt_records(path.parent, report["prompts"])
-        missing = {"settings", "settled", "drafter", "facts"} - report.keys()
-        if missing:
-            raise KeyError(min(missing))
+        for section, names in NEEDED.items():
+            missing = names - report[section].keys()
+            if missing:
+                raise KeyError(min(missing))
+        if not isinstance(report["drafter"], str):
+            raise TypeError("drafter")
     return Evaluation(path, report, records)
 
 

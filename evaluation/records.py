@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from common.distributed import Ranks
-from common.files import read_json, write_json
+from common.files import fields_of, read_json, write_json
 from common.progress import Progress
 from data.features import RowEntry
 from evaluation.drawing import DrawnTree
@@ -37,9 +37,13 @@ class RecordKind:
     def path(self, entry: RowEntry) -> Path:
         return self.folder / f"{self.name}-{entry.sample_id}.json"
 
-    def read(self, entry: RowEntry) -> Any:
+    def read(self, entry: RowEntry, parse: Callable[[dict[str, Any]], Record]) -> Record:
+        """Raises FileNotFoundError or ValueError in one line if the record is missing or broken."""
         path = self.path(entry)
-        return read_json(path, "remove it if it is there and run `./launch.sh evaluate` again")
+        remedy = "remove it if it is there and run `./launch.sh evaluate` again"
+        value = read_json(path, remedy)
+        with fields_of(path, remedy):
+            return parse(value)
 
 
 def make_missing(
@@ -64,7 +68,7 @@ def make_missing(
 def read_all(
     kind: RecordKind, entries: Sequence[RowEntry], parse: Callable[[dict[str, Any]], Record]
 ) -> Iterator[Record]:
-    return (parse(kind.read(entry)) for entry in entries)
+    return (kind.read(entry, parse) for entry in entries)
 
 
 def replay_to_json(replayed: RowReplay) -> dict[str, Any]:

@@ -17,9 +17,10 @@ import torch
 from common.distributed import Ranks, raise_together
 from common.files import remove_leftovers, sha256_file, write_json
 from common.fingerprint import fingerprint
-from configs.schema import Config
+from configs.schema import Config, EvaluationSection
 from data.features import FeatureSet, RowEntry
 from drafter.model import Drafter
+from evaluation.acceptors import CHAIN_REJECTION
 from evaluation.costs import MeasuredCost, read_costs
 from evaluation.inputs import DrafterSource, open_test_features
 from evaluation.live import choose_prompts, decode_prompts, prompt_of
@@ -95,6 +96,9 @@ class Work:
 
     @property
     def replay_entries(self) -> list[RowEntry]:
+        """None where no acceptor can be replayed."""
+        if set(self.config.evaluation.acceptors) == {CHAIN_REJECTION.name}:
+            return []
         return self.features.of_split("test")[: self.config.evaluation.replay_prompts]
 
     @property
@@ -111,7 +115,7 @@ def plan_work(config: Config, ranks: Ranks, source: DrafterSource) -> Work:
     section = config.evaluation.model_copy(update={"live_prompts": 0, "replay_prompts": 0})
     settings = [section.model_dump(mode="json"), features.settings, config.run.seed]
     if section.cost_file is not None:
-        read_costs(section.cost_file)  # raises, naming the file
+        _require_same_batch(section, read_costs(section.cost_file))  # raises, naming the file
         settings.append(sha256_file(section.cost_file))
     identity = Identity(
         target=fingerprint(target_identity(config.target)),
@@ -121,6 +125,15 @@ def plan_work(config: Config, ranks: Ranks, source: DrafterSource) -> Work:
         facts=_facts(config, source, features),
     )
     return Work(config, ranks, features, source, identity)
+
+
+def _require_same_batch(section: EvaluationSection, cost: MeasuredCost) -> None:
+    """Raises ValueError if costs of another number of rows would size the trees and model the speeds."""
+    if cost.num_sequences != section.live_batch_size:
+        raise ValueError(
+            f"evaluation.cost_file={section.cost_file} has the costs of {cost.num_sequences} prompts decoded together, and "
+            f"evaluation.live_batch_size={section.live_batch_size}; give a file measured with as many, or set one as the other"
+        )
 
 
 def run_evaluation(work: Work) -> dict[str, Any] | None:

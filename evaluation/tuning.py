@@ -7,6 +7,7 @@ continues this evaluation, reads the same numbers.
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -101,7 +102,7 @@ def fit_on_validation(
         )
     entries = entries[:num_anchors]
     rows = (features.read(entry) for entry in entries)
-    found = fit_temperatures(drafter, head, rows, -(-num_anchors // len(entries)))
+    found = fit_temperatures(drafter, head, rows, num_anchors // len(entries))
     logger.info("%s", _describe(found))
     fitted_on = {
         "split": "validation",
@@ -127,4 +128,8 @@ def _mean(values: Sequence[float], counts: Sequence[int]) -> float:
 def _read_temperatures(path: Path) -> tuple[float, ...]:
     value = read_json(path, REMEDY)
     with fields_of(path, REMEDY):
-        return tuple(float(item) for item in value["temperatures"])
+        found = tuple(value["temperatures"])
+        is_sound = all(0 < temperature < math.inf for temperature in found)
+    if not is_sound:
+        raise ValueError(f"{path} holds temperatures that no fit gives: {list(found)}; {REMEDY}")
+    return found

@@ -101,6 +101,9 @@ MISTAKES = [
     (["train.micro_batch_samples=3"], "global_batch_samples=4 is not a multiple.*=3"),
     (["train.lr_warmup_fraction=0.9"], "train.lr_warmup_fraction . train.lr_decay_fraction exceed"),
     (["data.test_fraction=0.9"], "data.validation_fraction . data.test_fraction must be below 1"),
+    (["evaluation.budgets=[8, 9000]"], r"evaluation\.budgets\.1: .*8192 \(got 9000\)"),
+    (["train.tree_budget=9000"], r"train\.tree_budget: .*8192 \(got 9000\)"),
+    (["evaluation.acceptors=[chain_rejection]"], r"nothing at evaluation\.temperatures=\[0\.0\]"),
     (["evaluation.live_budgets=[7]"], r"live_budgets \[7\] are not in evaluation.budgets"),
 ]
 

@@ -195,6 +195,10 @@ def without_prompts(report: dict[str, Any]) -> None:
         (changed_settings, r"evaluation\.max_new_tokens=64.* has 99; evaluate both"),
         (changed_target, r"target weights='w'.* has 'others'; evaluate both"),
         (without_settings, r"settings.*launch\.sh report"),
+        (lambda report: report.update(settings=[]), r"should.*launch\.sh report"),
+        (lambda report: report.update(settled={}), r"'costs'.*launch\.sh report"),
+        (lambda report: report.update(facts=None), r"should.*launch\.sh report"),
+        (lambda report: report.update(drafter=None), r"drafter.*launch\.sh report"),
         (without_prompts, r"prompts.*launch\.sh report"),
     ],
 )

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,7 +25,7 @@ from evaluation.inputs import DrafterSource, find_drafter, open_test_features, r
 from evaluation.live import choose_prompts
 from evaluation.lossless import run_lossless
 from evaluation.pairing import compare_evaluations, read_evaluation
-from evaluation.records import RecordKind, make_missing
+from evaluation.records import RecordKind, make_missing, replay_from_json
 from evaluation.stage import Work, plan_work, run_evaluation
 from evaluation.summary import lossless_lines, summary_lines
 from extract.run import run_extract
@@ -228,4 +230,51 @@ def test_a_broken_record_names_its_remedy(tiny_run: TinyRun, tmp_path: Path) -> 
     write_json(kind.path(entry), {})
     kind.path(entry).write_text("{")
     with pytest.raises(ValueError, match=r"not valid JSON; remove it .* evaluate"):
-        kind.read(entry)
+        kind.read(entry, replay_from_json)
+    write_json(kind.path(entry), {})
+    with pytest.raises(ValueError, match=r"does not hold what it should.*; remove it .* evaluate"):
+        kind.read(entry, replay_from_json)
+
+
+def test_an_acceptor_that_cannot_be_replayed_alone_is_decoded_live(tiny_run: TinyRun) -> None:
+    config = tiny_run.with_overrides(
+        "evaluation.acceptors=[chain_rejection]", "evaluation.temperatures=[0, 0.8]"
+    )
+    work = plan_work(config, ONE_RANK, random_drafter(config))
+    report = run_evaluation(work)
+    assert report is not None
+    rows = [row for row in report["rows"] if row["task"] == "all"]
+    found = {(row["mode"], row["acceptor"], row["temperature"]) for row in rows}
+    assert found == {
+        ("live", "plain", 0.0),
+        ("live", "plain", 0.8),
+        ("live", "chain_rejection", 0.8),
+    }
+    assert any(line.startswith("chain_rejection") for line in summary_lines(report))
+
+
+def test_costs_of_another_batch_size_are_refused(tiny_run: TinyRun, tmp_path: Path) -> None:
+    costs = tmp_path / "costs.json"
+    costs.write_bytes(tiny_run.work.tuning.costs.read_bytes())
+    given = f"evaluation.cost_file={costs}"
+    plan_work(tiny_run.with_overrides(given), ONE_RANK, tiny_run.work.source)
+    config = tiny_run.with_overrides(given, "evaluation.live_batch_size=3")
+    with pytest.raises(ValueError, match=r"costs of 1 prompts.*live_batch_size=3"):
+        plan_work(config, ONE_RANK, tiny_run.work.source)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["--drafter", "x", "--random-drafter"],
+        ["--lossless", "2", "--random-drafter"],
+        ["--lossless", "2", "--report-only"],
+    ],
+)
+def test_options_that_exclude_each_other_are_refused(options: list[str]) -> None:
+    command = [sys.executable, "-m", "evaluation", "configs/debug.yaml", *options]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: --")
+    assert "exclude each other" in done.stderr
+    assert done.stderr.count("\n") == 1

@@ -5,14 +5,17 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
+import math
 from collections.abc import Callable
 from pathlib import Path
+from typing import cast
 
 import pytest
 import torch
 from evaluation_cases import Case, make_case
 
 from configs.schema import Config, EvaluationSection
+from data.features import FeatureRow, FeatureSet
 from drafter.head import sparse_log_probs
 from evaluation.calibration import BOUND, fit_temperatures
 from evaluation.costs import CostPoint, MeasuredCost, measure_costs, read_costs, rounds_needed
@@ -20,7 +23,7 @@ from evaluation.decode import make_proposer
 from evaluation.drafting import DrafterProposer, slot_temperatures
 from evaluation.replay import ReplayOptions, replay_row
 from evaluation.scores import find_responses, score_anchors
-from evaluation.tuning import Tuning, TuningFiles, settle
+from evaluation.tuning import Tuning, TuningFiles, fit_on_validation, settle
 from target.head import TargetHead
 from target.load import Target
 
@@ -185,6 +188,57 @@ def test_a_broken_cost_file_is_one_line(text: str, tmp_path: Path) -> None:
     path.write_text(text)
     with pytest.raises(ValueError, match=f"{path}.*set evaluation.cost_file"):
         read_costs(path)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"verify": math.nan},
+        {"verify": math.inf},
+        {"verify": 0.0},
+        {"draft": -9.0},
+        {"build": math.nan},
+        {"num_nodes": 1.5},
+        {"num_nodes": 2},
+        {"num_nodes": 9000},
+    ],
+    ids=str,
+)
+def test_costs_that_nothing_can_have_are_one_line(change: dict[str, float], tmp_path: Path) -> None:
+    value = cost_of(1.0, 1.1, 1.2, 1.4).to_json()
+    value["points"][1] |= change
+    path = tmp_path / "costs.json"
+    path.write_text(json.dumps(value))
+    with pytest.raises(ValueError, match=f"{path}.*set evaluation.cost_file"):
+        read_costs(path)
+
+
+@pytest.mark.parametrize("text", ['["a"]', "[NaN, 1]", '"12"', "[-1, 2]", "[0]", "3"])
+def test_temperatures_that_nothing_can_have_are_one_line(text: str, tmp_path: Path) -> None:
+    files = TuningFiles(tmp_path, EvaluationSection(acceptors=("tree",), drafter_temperature="fit"))
+    files.temperatures.write_text(f'{{"temperatures": {text}}}')
+    with pytest.raises(ValueError, match=f"{files.temperatures}.*remove it"):
+        files.read()
+
+
+def test_a_fit_looks_at_no_more_anchors_than_asked_for(
+    trained: Case,
+) -> None:
+    rows = trained.rows[:3]
+
+    class Features:
+        def of_split(self, split: str) -> list[FeatureRow]:
+            assert split == "validation"
+            return rows
+
+        def read(self, entry: FeatureRow) -> FeatureRow:
+            return entry
+
+    for num_anchors in (1, 4, 7):
+        fit = fit_on_validation(
+            trained.drafter, trained.head, cast(FeatureSet, Features()), num_anchors
+        )
+        assert 0 < max(fit["num_tokens"]) <= num_anchors
 
 
 def test_what_was_settled_is_never_settled_again(tmp_path: Path) -> None:
