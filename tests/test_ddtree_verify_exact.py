@@ -178,6 +178,8 @@ def test_images_in_the_prompt_shift_the_positions_of_all_that_follows() -> None:
     assert relative(logits[0], verifier_without_shift(target, prompt, tree)) > 1e-3
     text = prompt[:2]
     assert relative(verifier.prefill(text, 1).logits, plain_logits(target, text)) < 1e-9
+    after = verifier.verify([None, chain_tree(torch.tensor([9]))]).logits[1, 0]
+    assert relative(after, plain_logits(target, torch.cat([text, torch.tensor([9])]))) < 1e-9
 
 
 def plain_logits(target: Target, ids: Tensor) -> Tensor:
