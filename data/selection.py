@@ -87,6 +87,8 @@ def select_prompts(
     assert begun is not None
     places = Places(config.run.seed, begun["offline"], packages_folder)
     template = ChatTemplate(load_tokenizer(config.target), config.target.chat_template_kwargs)
+    if ranks.is_main:
+        _tell_what_is_ignored(config.data.sources, template)
     # an error stops its rank at once, not after the others' hours: the launcher stops them, and their parts stay
     scan_sources(config, scan, places, template, ranks)
     barrier()
@@ -107,6 +109,21 @@ def _begin(data: DataSection, scan: Scan, settings: dict[str, Any], packages_fol
         return
     scan.folder.mkdir(parents=True, exist_ok=True)
     begin_scan(scan.folder, settings, _must_be_offline(data.sources, packages_folder))
+
+
+def _tell_what_is_ignored(sources: Sequence[SourceSection], template: ChatTemplate) -> None:
+    """A setting that does not reach the target would otherwise be seen at serving first."""
+    settings = {
+        "thinking": [s.name for s in sources if s.thinking is not None],
+        "tools_column": [s.name for s in sources if s.tools_column is not None],
+    }
+    reads = {"thinking": template.reads_thinking, "tools_column": template.reads_tools}
+    for key, names in settings.items():
+        if names and not reads[key]:
+            logger.warning(
+                "the target's chat template ignores data.sources[].%s of %s: the prompts are the same without",
+                *(key, ", ".join(names)),
+            )
 
 
 def _must_be_offline(sources: Sequence[SourceSection], folder: Path) -> bool:

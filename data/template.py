@@ -86,6 +86,18 @@ class ChatTemplate:
         assert isinstance(text, str)
         return text
 
+    @property
+    def reads_thinking(self) -> bool:
+        """Whether `enable_thinking` changes what the target is shown."""
+        user = [{"role": "user", "content": "x"}]
+        with_, without = (self.prompt_ids(user, "a probe", thinking=t) for t in (True, False))
+        return with_ != without
+
+    @property
+    def reads_tools(self) -> bool:
+        """Whether function schemas reach the target."""
+        return "tools" in str(self._tokenizer.chat_template)
+
     def turn_opening_ids(self) -> list[int]:
         """Ids that begin every assistant's turn, whether it thinks or not: `<|im_start|>assistant` in ChatML."""
         user = [{"role": "user", "content": "x"}]

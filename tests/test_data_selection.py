@@ -236,6 +236,15 @@ def test_malformed_rows_are_counted_up_to_the_limit_and_then_stop(tiny_config, t
         prepare_plan(wrong, tmp_path / "three")
 
 
+def test_settings_that_the_template_ignores_are_told(tiny_config, tmp_path, caplog):
+    path = write_prompts(tmp_path / "rows.jsonl", *unlike(4))
+    planned(
+        config_of(tiny_config, source(path, thinking=True, tools_column="tools")), tmp_path / "one"
+    )
+    assert "ignores data.sources[].tools_column of rows" in caplog.text
+    assert "sources[].thinking" not in caplog.text  # which this template reads
+
+
 def test_corpus_order_is_that_of_the_hash_bytes():
     keys = np.array([[2, 0], [1, 9], [1, 3]], dtype=np.uint64)
     rows = type("Rows", (), {"order": keys})()

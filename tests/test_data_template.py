@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 from collections.abc import Callable, Sequence
@@ -327,6 +328,15 @@ def test_a_reply_s_thinking_is_told_from_its_answer(text, opened, expected):
     assert reply_of_text(text, True, opened) == {"role": "assistant", **expected}
     kept = reply_of_text(text, False, False)
     assert kept == {"role": "assistant", "content": text}  # a template that knows no thinking
+
+
+def test_what_a_template_ignores_is_known(byte_tokenizer, tiny_target):
+    reads = ChatTemplate(byte_tokenizer, {})
+    assert (reads.reads_thinking, reads.reads_tools) == (True, True)
+    tokenizer = copy.deepcopy(tiny_target().tokenizer)
+    tokenizer.chat_template = "{% for m in messages %}{{ m.role + ': ' + m.content }}\n{% endfor %}"
+    ignores = ChatTemplate(tokenizer, {})
+    assert (ignores.reads_thinking, ignores.reads_tools) == (False, False)
 
 
 @pytest.mark.parametrize(
