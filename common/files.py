@@ -73,11 +73,13 @@ def write_json(path: Path, value: Any) -> None:
 
 def read_json(path: Path, remedy: str) -> Any:
     """Raises FileNotFoundError or ValueError in one line that ends with `remedy`."""
+    if not path.exists():
+        raise FileNotFoundError(f"{path} is missing; {remedy}")
+    if not path.is_file():  # a pipe or a device would be read for ever
+        raise ValueError(f"{path} is no file; {remedy}")
     try:
         return json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
-        raise FileNotFoundError(f"{path} is missing; {remedy}") from error
-    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+    except ValueError as error:  # no UTF-8, no JSON, or an integer of thousands of digits
         raise ValueError(f"{path} is not valid JSON; {remedy}") from error
 
 

@@ -120,6 +120,10 @@ def check_drafter(path: Path) -> list[str]:
 def notes_of(found: FoundDrafter, weights: Weights) -> list[str]:
     """Everything of a folder that is not taken over, from its config and its tensors, a line each."""
     notes = list(found.notes)
+    if weights.others:
+        notes.append(
+            f"{', '.join(weights.others)}: not read; vLLM and SGLang may load every weights file of a folder"
+        )
     if weights.targets:
         notes.append(
             f"{', '.join(weights.targets)}: copies of the target's own, not read; the run's target is used"

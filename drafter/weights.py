@@ -25,6 +25,8 @@ from drafter.kinds import kind_of_tensors
 
 WEIGHTS_FILE = "model.safetensors"
 INDEX_FILE = f"{WEIGHTS_FILE}.index.json"
+OPTIMIZER_FILE = "optimizer.safetensors"
+"""Of a checkpoint: belongs to training, no part of the drafter."""
 EMBEDDING, HEAD = "embed_tokens.weight", "lm_head.weight"
 TARGETS = (EMBEDDING, HEAD, "verifier_lm_head.weight", "verifier_norm.weight")
 """The target's own tensors, which self-contained folders repeat under these names."""
@@ -44,6 +46,13 @@ class Weights:
     @property
     def files(self) -> list[Path]:
         return sorted(set(self.file_of.values()))
+
+    @property
+    def others(self) -> list[str]:
+        """Files beside these that look like weights, of which nothing is read."""
+        own = {*self.files, self.folder / OPTIMIZER_FILE}
+        ends = ("*.safetensors", "*.bin", "*.pt", "*.pth")
+        return sorted(p.name for end in ends for p in self.folder.glob(end) if p not in own)
 
     @property
     def targets(self) -> list[str]:
@@ -94,6 +103,8 @@ def find_weights(folder: Path, config: DrafterConfig) -> Weights:
                 if name in file_of:
                     raise ValueError(f"{file} repeats {shown(name)} of {file_of[name].name}")
                 file_of[name] = file
+    if files != [folder / WEIGHTS_FILE]:
+        _require_indexed(folder / INDEX_FILE, file_of)
     _require_names(folder, set(file_of), set(expected_shapes(config)))
     return Weights(folder, file_of)
 
@@ -165,6 +176,10 @@ def _files(folder: Path) -> list[Path]:
             f"{folder / 'mask_embedding.pt'} is a mask embedding of the drafter's own (MiMo's DFlash) and a pickle; "
             "neither is supported"
         )
+    if single.is_file() and index.exists():
+        raise ValueError(
+            f"{folder} has both {single.name} and {index.name}; readers disagree about which counts: remove one"
+        )
     if single.is_file():
         return [single]
     if index.is_file():
@@ -206,6 +221,17 @@ def _shards(index: Path) -> list[Path]:
     return [index.parent / name for name in names]
 
 
+def _require_indexed(index: Path, file_of: Mapping[str, Path]) -> None:
+    """Raises ValueError unless the shards hold what their index says, each tensor where it says."""
+    stated: Values = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+    for name in sorted(stated.keys() | file_of.keys()):
+        file = file_of[name].name if name in file_of else None
+        if stated.get(name) != file:
+            raise ValueError(
+                f"{index} says {shown(name)} is in {shown(stated.get(name))}, it is in {shown(file)}; copy the folder again"
+            )
+
+
 def _require_names(folder: Path, found: set[str], wanted: set[str]) -> None:
     if found & {"d2t", "t2d"}:
         raise ValueError(
@@ -244,6 +270,8 @@ def _require_tensor(
     _require_shape(file, name, tensor, shape)
     if tensor.dtype != dtype:
         raise ValueError(f"{file}: {name} is {tensor.dtype}, fc.weight is {dtype}; use one dtype")
+    if not tensor.any():
+        raise ValueError(f"{file}: {name} is all zero, as after a broken copy; copy it again")
     if not tensor.isfinite().all():
         raise ValueError(f"{file}: {name} has NaN or infinite values; this drafter is broken")
 

@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import yaml
+
 from configs.schema import TREE_LOSSES, Config, SourceSection
 from data.features import RowEntry
 from data.recipes import recipe_named
@@ -57,9 +59,12 @@ def _front_matter(facts: CardFacts) -> str:
     """What the hub reads. Data sets are named only where they are the hub's."""
     sources = facts.config.data.sources
     sets = sorted({source.path or "" for source in sources if source.kind == "datasets"})
+    named = {"license": facts.config.export.license, "base_model": facts.target}
     lines = [
-        f"license: {facts.config.export.license}",
-        f"base_model: {facts.target}",
+        *(
+            yaml.safe_dump({key: text}, allow_unicode=True, width=1000).strip()
+            for key, text in named.items()
+        ),
         f"library_name: {'transformers' if facts.format == 'zlab' else 'speculators'}",
         "pipeline_tag: text-generation",
         "tags: [speculative-decoding, draft-model, dflash, ddtree]",

@@ -10,8 +10,19 @@ from common.command import StageParser, run_command
 
 
 def main(options: argparse.Namespace) -> None:
+    if options.out is None:
+        require_nothing_to_write(options)
     lines = show(options.source) if options.out is None else convert(options)
     sys.stdout.write("\n".join(lines) + "\n")
+
+
+def require_nothing_to_write(options: argparse.Namespace) -> None:
+    """Raises ValueError if an option that only OUT has a use for was given without it."""
+    for name in ("to", "target", "dtype", "self_contained"):
+        if vars(options)[name]:
+            raise ValueError(
+                f"--{name.replace('_', '-')} is about OUT, and none is given: convert IN OUT --to zlab|speculators"
+            )
 
 
 def show(source: Path) -> list[str]:

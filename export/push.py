@@ -6,7 +6,10 @@ from pathlib import Path
 
 import yaml
 from huggingface_hub import HfApi, get_token
-from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+from huggingface_hub.errors import (
+    HFValidationError,
+    HTTPError,  # pyright: ignore[reportPrivateImportUsage]  # of whichever HTTP library the hub uses
+)
 
 from drafter.folder import CONFIG_FILE
 from drafter.weights import WEIGHTS_FILE
@@ -35,9 +38,9 @@ def push_folder(folder: Path, repo: str, public: bool = False) -> str:
             allow_patterns=files,
             commit_message="Upload drafter",
         )
-    except (HfHubHTTPError, HFValidationError) as error:
+    except (HTTPError, HFValidationError) as error:  # a refusal, or no way there
         raise ValueError(
-            f"--push {repo}: the hub refused: {' '.join(str(error).split())}"
+            f"--push {repo}: the hub refused or is out of reach; the export in {folder} is whole: {' '.join(str(error).split())}"
         ) from error
     return str(address)
 
@@ -58,4 +61,4 @@ def require_publishable(folder: Path) -> None:
 def card_metadata(folder: Path) -> dict[str, str]:
     """The card's front matter."""
     text = (folder / CARD_FILE).read_text(encoding="utf-8")
-    return yaml.safe_load(text.split("---")[1])
+    return yaml.safe_load(text.split("\n---\n")[0].removeprefix("---\n"))

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from common.files import atomic_path, read_json, remove_leftovers
+from common.files import atomic_path, fields_of, read_json, remove_leftovers
 from common.fingerprint import require_equal
 from configs.schema import Config
 from data.features import FeatureSet, open_features
@@ -28,6 +28,7 @@ from drafter.folder import (
 )
 from drafter.weights import checked_reader, find_weights
 from export.card import CardFacts, model_card
+from export.card_results import acceptance, headline
 from export.folder import Output, copy_tokenizer, write_folder
 from export.serve import ServeCommands, serve_commands
 from export.target_files import verifier_of
@@ -120,7 +121,7 @@ def card_facts(config: Config, checkpoint: Path, features: FeatureSet, output: O
     report_file = config.run.folder / "evaluation" / "report.json"
     report: dict[str, Any] | None = None
     if report_file.is_file():
-        report = read_json(report_file, "run ./launch.sh evaluate again")
+        report = read_report(report_file)
     return CardFacts(
         config=config,
         drafter=drafter_config(config),
@@ -131,3 +132,12 @@ def card_facts(config: Config, checkpoint: Path, features: FeatureSet, output: O
         entries=features.entries,
         report=report,
     )
+
+
+def read_report(path: Path) -> dict[str, Any]:
+    """Raises ValueError if the card cannot take its numbers from it."""
+    remedy = "run ./launch.sh evaluate again, or delete it"
+    report = read_json(path, remedy)
+    with fields_of(path, remedy):
+        _ = report["drafter"], headline(report), acceptance(report)
+    return report

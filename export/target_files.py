@@ -6,7 +6,6 @@ stored them, so that each proves the other. V vocabulary, H hidden.
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -109,14 +108,14 @@ def _find(folder: Path, names: tuple[str, ...], facts: TargetFacts) -> Tensor | 
 def _tensor_files(folder: Path) -> dict[str, Path]:
     """By tensor name: the index's map if the folder is sharded, else what each file holds."""
     index = folder / "model.safetensors.index.json"
-    if index.is_file():
+    if index.exists():
+        value = read_json(index, REMEDY)
         with fields_of(index, REMEDY):
-            return {
-                name: folder / Path(file).name
-                for name, file in json.loads(index.read_text(encoding="utf-8"))[
-                    "weight_map"
-                ].items()
-            }
+            found = {name: folder / Path(file).name for name, file in value["weight_map"].items()}
+        for file in sorted(set(found.values())):
+            if not file.is_file():
+                raise FileNotFoundError(f"{file} is missing, a shard of {index.name}; {REMEDY}")
+        return found
     names: dict[str, Path] = {}
     for file in sorted(folder.glob("*.safetensors")):
         try:

@@ -129,10 +129,19 @@ def test_json_is_equal_bytes_for_equal_values_and_keeps_the_order(tmp_path: Path
 def test_json_that_cannot_be_read_ends_with_the_remedy(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match="is missing; run extract"):
         read_json(tmp_path / "none", "run extract")
-    for content in (b'{"a": ', b"\xff\xfe"):
+    for content in (b'{"a": ', b"\xff\xfe", b'{"a": ' + b"9" * 5000 + b"}"):
         (tmp_path / "bad").write_bytes(content)
-        with pytest.raises(ValueError, match="is not valid JSON; run extract"):
+        with pytest.raises(ValueError, match="bad is not valid JSON; run extract"):
             read_json(tmp_path / "bad", "run extract")
+
+
+def test_what_would_be_read_for_ever_is_refused(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "device").symlink_to("/dev/zero")
+    (tmp_path / "folder").mkdir()
+    for path in tmp_path.iterdir():
+        with pytest.raises(ValueError, match=f"{path.name} is no file; run extract"):
+            read_json(path, "run extract")
 
 
 def test_a_json_file_of_another_content_ends_with_the_remedy(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from common.files import sha256_file, write_json
 from configs.schema import Config
 from drafter.config import FULL, DrafterConfig, drafter_config
 from drafter.folder import (
+    check_drafter,
     drafter_fingerprint,
     load_drafter,
     read_drafter_config,
@@ -168,6 +169,20 @@ def shard(folder: Path, index: dict[str, Any] | None = None) -> None:
     (folder / "model.safetensors.index.json").write_text(json.dumps(content))
 
 
+def reindex(folder: Path, **places: str) -> None:
+    """Sharded, with an index that says of some tensors something else."""
+    shard(folder)
+    index = folder / "model.safetensors.index.json"
+    said = json.loads(index.read_text())["weight_map"]
+    index.write_text(json.dumps({"weight_map": said | places}))
+
+
+def index_beside_a_single_file(folder: Path) -> None:
+    shutil.copy(folder / "model.safetensors", folder / "copy")
+    shard(folder)
+    (folder / "copy").rename(folder / "model.safetensors")
+
+
 def lose_a_shard(folder: Path) -> None:
     shard(folder)
     (folder / "model-00002-of-00002.safetensors").unlink()
@@ -227,6 +242,19 @@ CORRUPTIONS: dict[str, tuple[Callable[[Path], object], str]] = {
     "index without a map": (lambda f: shard(f, {}), r"index.json does not hold"),
     "empty index": (lambda f: shard(f, {"weight_map": {}}), r"names no file"),
     "a shard is missing": (lose_a_shard, r"model-00002-of-00002.safetensors is missing, a shard"),
+    "a tensor of the index is nowhere": (
+        lambda f: reindex(f, **{"extra.weight": "model-00001-of-00002.safetensors"}),
+        r"says 'extra.weight' is in 'model-00001-of-00002.safetensors', it is in None",
+    ),
+    "a tensor in another shard than the index says": (
+        lambda f: reindex(f, **{FC: "model-00002-of-00002.safetensors"}),
+        r"says 'fc.weight' is in 'model-00002-.*', it is in 'model-00001-",
+    ),
+    "an index beside a single file": (
+        index_beside_a_single_file,
+        r"has both model.safetensors and model.safetensors.index.json",
+    ),
+    "zeros": (tensors(lambda s: s[FC].zero_()), r"fc.weight is all zero, as after a broken copy"),
     "a tensor twice": (repeat_a_tensor, r"repeats 'fc.weight' of model-00001"),
     "DeepSpeed's pickles": (deepspeed_checkpoint, r"is a checkpoint of DeepSpeed's own"),
     "mask embedding": (
@@ -406,6 +434,17 @@ def test_a_copy_of_the_targets_head_must_be_the_targets(tmp_path):
     other[7, 0] += 1
     with pytest.raises(ValueError, match=r"lm_head.weight is not the target's .*differ at token 7"):
         require_targets_own(folder, lambda: TargetHead(target.embedding, other))
+
+
+def test_other_weights_files_are_listed_but_not_a_checkpoints_moments(tmp_path):
+    """vLLM loads every safetensors file that it finds in a folder."""
+    folder = write(tmp_path / "drafter")
+    (folder / "optimizer.safetensors").touch()
+    assert check_drafter(folder) == []
+    for name in ("adapter_model.safetensors", "pytorch_model.bin"):
+        (folder / name).touch()
+    [note] = check_drafter(folder)
+    assert note.startswith("adapter_model.safetensors, pytorch_model.bin: not read")
 
 
 @pytest.mark.parametrize("config", [TINY, ALL_FULL], ids=["sliding", "full"])

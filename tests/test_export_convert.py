@@ -175,6 +175,22 @@ def test_own_head_reads_tied_nested_and_sharded_targets(tmp_path):
         own_head(tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("index", "message"),
+    [
+        ('{"weight_map": ', "index.json is not valid JSON; name the target's folder"),
+        ('{"weight_map": {"lm_head.weight": 3}}', "index.json does not hold what it should"),
+        ('{"weight_map": {"a": "gone.safetensors"}}', "gone.safetensors is missing, a shard"),
+    ],
+)
+def test_a_broken_index_of_the_target_is_named(tmp_path, index, message):
+    values = {"num_hidden_layers": 4, "hidden_size": 8, "vocab_size": 20}
+    write_json(tmp_path / "config.json", values)
+    (tmp_path / "model.safetensors.index.json").write_text(index)
+    with pytest.raises((ValueError, FileNotFoundError), match=message):
+        own_head(tmp_path)
+
+
 def test_the_command_converts_and_describes(tmp_path, config, target, capsys):
     def run(*arguments: str | Path) -> str:
         main(parser().parse_args(list(map(str, arguments))))
@@ -190,6 +206,9 @@ def test_the_command_converts_and_describes(tmp_path, config, target, capsys):
     assert "taps: [1, 2, 4] (0-based outputs)" in shown
     with pytest.raises(ValueError, match="--to names the format of OUT"):
         run(source, tmp_path / "other")
+    for option in (("--to", "zlab"), ("--self-contained",)):
+        with pytest.raises(ValueError, match=f"{option[0]} is about OUT, and none is given"):
+            run(source, *option)
 
 
 def test_a_mistake_is_one_line(tmp_path, config):

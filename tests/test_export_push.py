@@ -19,7 +19,7 @@ import torch
 from drafter_cases import TINY, tiny_drafter
 
 from drafter.folder import write_drafter
-from export.push import push_folder, require_publishable
+from export.push import card_metadata, push_folder, require_publishable
 
 ROOT = Path(__file__).parent.parent
 CARD = "---\nlicense: apache-2.0\nbase_model: owner/target\n---\n\n# a drafter\n"
@@ -146,7 +146,7 @@ def test_nothing_is_sent_without_a_login(hub, folder, tmp_path):
 def test_a_refusal_is_one_line(hub, folder, tmp_path):
     hub.refuse = True
     said = push(hub, folder, tmp_path / "home", "hf_secret", "private")
-    assert said[0].startswith("error: --push me/drafter: the hub refused:")
+    assert said[0].startswith("error: --push me/drafter: the hub refused or is out of reach")
     assert hub.files == {}
 
 
@@ -162,3 +162,15 @@ def test_half_an_export_is_not_published(folder, name):
     (folder / name).unlink()
     with pytest.raises(ValueError, match=f"{name} is missing; export first"):
         push_folder(folder, "me/drafter")
+
+
+def test_a_hub_out_of_reach_is_one_line(hub, folder, tmp_path):
+    hub.address = "http://127.0.0.1:9"
+    (said,) = push(hub, folder, tmp_path / "home", "hf_secret", "private")
+    assert "is out of reach; the export" in said
+
+
+def test_the_front_matter_is_read_whatever_the_names_hold(folder):
+    card = CARD.replace("owner/target", "owner/tar---get")
+    (folder / "README.md").write_text(card)
+    assert card_metadata(folder)["base_model"] == "owner/tar---get"

@@ -170,6 +170,10 @@ def test_card_shows_this_checkpoints_acceptance_and_no_others(run):
     assert "| tiny | unverified | 3 | 33 |" in text
     write_json(report, report_of("another"))
     assert "is of another checkpoint" in card(run)
+    for broken in ([], {"drafter": drafter_fingerprint(checkpoint)}, {"rows": []}):
+        write_json(report, broken)
+        with pytest.raises(ValueError, match=r"report\.json does not hold what it should"):
+            card(run)
 
 
 def test_card_has_what_a_reader_of_the_hub_looks_for(run):

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from train_runs import ONE_RANK, make_config
+from train_runs import ONE_RANK, make_config, write_features
 
 from configs.load import load_config
 from data.features import open_features
@@ -66,6 +66,9 @@ def test_every_ablation_loads_and_so_does_every_variant(path: Path) -> None:
         ({"headline_budget": 64}, "headline_budget=64 is not in budgets"),
         ({"fit_fraction": 0.6, "confirm_fraction": 0.4}, "below 1"),
         ({"seed": 3}, "seed: Extra inputs"),
+        ({"seeds": [1, 1]}, r"seeds=\[1, 1\] has a value twice"),
+        ({"budgets": [16, 16]}, r"budgets=\[16, 16\] has a value twice"),
+        ({"variants": {"ce": [], "../x": []}, "confirm": []}, "'../x' cannot name a variant"),
     ],
 )
 def test_mistakes_are_one_line(tmp_path: Path, change: dict[str, object], message: str) -> None:
@@ -75,6 +78,14 @@ def test_mistakes_are_one_line(tmp_path: Path, change: dict[str, object], messag
     with pytest.raises(ValueError, match=message) as caught:
         read_ablation(path)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("content", [b"", b"[1]", b"\xff\xfe"])
+def test_what_is_no_ablation_file_is_named(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "wrong.yaml"
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match=r"wrong\.yaml is "):
+        read_ablation(path)
 
 
 def test_prompt_sets_share_no_row_and_new_rows_move_no_old_one(tmp_path: Path) -> None:
@@ -173,6 +184,22 @@ def test_every_variant_continues_the_warmup_on_the_same_data_and_is_judged_once(
     assert not is_judged(changed, "judge", sets)
     with pytest.raises(ValueError, match=r"train\.tree_budget=8, this run has 4"):
         train_drafter(changed.config(), ONE_RANK)
+    # so is a run whose features have changed since, the warm-up too
+    overridden = ablation.model_copy(update={"overrides": ("train.weight_decay=0.1",)})
+    assert is_trained(warmup)
+    assert not is_trained(AblationRun(overridden, "warmup", 1))
     other = ablation.model_copy(update={"budgets": (8,)})
     judge_run(AblationRun(other, "tree", 1), "judge", ONE_RANK)
     assert path.stat().st_mtime_ns != made
+    write_features(tmp_path / "run" / "features", seed=1)
+    assert not is_trained(warmup)
+    assert not is_judged(run, "judge", sets)
+
+
+def test_the_features_of_another_base_folder_are_linked_anew(tmp_path: Path) -> None:
+    ablation = make_ablation(tmp_path)
+    run = AblationRun(ablation, "ce", 0)
+    run.share_features()
+    moved = ablation.model_copy(update={"overrides": (f"run.output_dir={tmp_path / 'other'}",)})
+    AblationRun(moved, "ce", 0).share_features()
+    assert (run.folder / "features").readlink() == tmp_path / "other" / "features"

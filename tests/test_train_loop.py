@@ -322,3 +322,22 @@ def wait_for_steps(process: subprocess.Popen[str], run: Path, steps: int) -> Non
         assert process.poll() is None, process.communicate()[0]
         assert time.monotonic() < deadline
         time.sleep(0.05)
+
+
+def test_a_continued_run_has_walk_starts_for_its_new_steps(tmp_path: Path) -> None:
+    """The last refresh of the shorter run looked as far as its own end."""
+    walk = ["train.anchors=walk", "train.walk_refresh_steps=8", "train.walk_share=1.0"]
+    settled = [
+        "train.ce_warmup_fraction=0",
+        "train.crossfade_fraction=0",
+        "train.lr_warmup_fraction=0",
+    ]
+    for steps in (2, 8):
+        config = make_config(
+            tmp_path, *walk, *settled, f"train.steps={steps}", "train.lr_decay_fraction=0.5"
+        )
+        train_drafter(config, ONE_RANK)
+    lines = (config.run.folder / "logs" / "train.jsonl").read_text().splitlines()
+    logged = [json.loads(line) for line in lines if "train/walk_anchors" in line]
+    assert [line["step"] for line in logged] == list(range(1, 9))
+    assert min(line["train/walk_anchors"] for line in logged) > 0.1

@@ -10,6 +10,7 @@ import torch
 from test_extract_run import ONE, make_rows, write_rows
 from train_runs import ONE_RANK, losses, make_config
 
+from configs.load import load_config
 from data.feature_shards import (
     CHUNK_TOKENS,
     FeatureLayout,
@@ -142,8 +143,24 @@ def test_the_corpus_vocabulary_holds_the_soft_labels_tokens(tmp_path: Path) -> N
 
 def test_features_without_soft_labels_are_refused_by_name(tmp_path: Path) -> None:
     make_config(tmp_path)
-    from configs.load import load_config
-
     config = load_config(tmp_path / "tiny.yaml", ["train.loss=kl", "extract.soft_labels=4"])
     with pytest.raises(ValueError, match=r"extract\.soft_labels"):
         train_drafter(config, ONE_RANK)
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("extract.soft_label_temperature=0.5", r"soft_label_temperature=1\.0, this run has 0\.5"),
+        ("extract.soft_labels=8", r"soft_labels=4, this run has 8"),
+        ("target.model=another", r"target\.model='no-target', this run has 'another'"),
+        ("target.revision=abc", r"target\.revision=None, this run has 'abc'"),
+    ],
+)
+def test_features_that_the_recipe_no_longer_describes_are_refused(
+    tmp_path: Path, override: str, message: str
+) -> None:
+    make_config(tmp_path, "extract.soft_labels=4")
+    overrides = ["train.loss=kl", "extract.soft_labels=4", override]
+    with pytest.raises(ValueError, match=message):
+        train_drafter(load_config(tmp_path / "tiny.yaml", overrides), ONE_RANK)

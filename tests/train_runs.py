@@ -35,7 +35,7 @@ def make_recipe(folder: Path) -> Path:
     recipe = {
         "run": {"name": "tiny", "output_dir": str(folder / "run")},
         "target": {
-            "model": str(folder / "no-target"),
+            "model": "no-target",
             "hidden_size": HIDDEN,
             "num_layers": 4,
             "vocab_size": VOCABULARY,
@@ -155,10 +155,17 @@ def write_rows(
     manifest = FeatureManifest(
         settings={
             "recipe": {},
+            "model": "no-target",
+            "revision": None,
+            "chat_template_kwargs": {},
             "target_layer_ids": list(TAPS),
             "hidden_size": HIDDEN,
             "codec": codec,
-            **({"soft_labels": num_soft_labels} if num_soft_labels else {}),
+            **(
+                {"soft_labels": num_soft_labels, "soft_label_temperature": 1.0}
+                if num_soft_labels
+                else {}
+            ),
         },
         shards=[
             ShardEntry(

@@ -29,12 +29,13 @@ from common.files import (
     write_json,
 )
 from drafter.folder import CONFIG_FILE, WEIGHTS_FILE, write_drafter
+from drafter.weights import OPTIMIZER_FILE
 from train.engine import Engine
 from train.full_state import MOMENTS, FullParameter, read_full_state, write_full_state
 
 logger = logging.getLogger(__name__)
 
-OPTIMIZER_FILE, STATE_FILE, INDEX_FILE = "optimizer.safetensors", "state.json", "index.json"
+STATE_FILE, INDEX_FILE = "state.json", "index.json"
 FILES = (CONFIG_FILE, WEIGHTS_FILE, OPTIMIZER_FILE, STATE_FILE)
 REMEDY = "delete the checkpoints folder to start again"
 

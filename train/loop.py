@@ -86,15 +86,19 @@ def _train(config: Config, ranks: Ranks, inputs: Inputs) -> None:
 
 def read_inputs(config: Config) -> Inputs:
     features = open_features(config.run.folder / "features")
+    named = ("model", "revision", "chat_template_kwargs")  # the target's files need not be here
+    target = config.target.model_dump(mode="json")
     require_equal(
         f"features in {features.folder}",
         {
             "drafter.target_layer_ids": features.target_layer_ids,
             "target.hidden_size": features.hidden_size,
+            **{f"target.{key}": features.settings[key] for key in named},
         },
         {
             "drafter.target_layer_ids": config.drafter.target_layer_ids,
             "target.hidden_size": config.target.hidden_size,
+            **{f"target.{key}": target[key] for key in named},
         },
         "set it to the same value, or extract again into another run.output_dir",
     )
@@ -103,6 +107,16 @@ def read_inputs(config: Config) -> Inputs:
         raise ValueError(
             f"train.loss={config.train.loss} with train.soft_label_share={config.train.soft_label_share} needs soft labels, "
             f"and the features in {features.folder} have none; extract with extract.soft_labels=16 into another run.output_dir"
+        )
+    if config.train.needs_soft_labels:
+        require_equal(
+            f"features in {features.folder}",
+            {f"extract.{key}": value for key, value in features.settings.items()},
+            {
+                "extract.soft_labels": config.extract.soft_labels,
+                "extract.soft_label_temperature": config.extract.soft_label_temperature,
+            },
+            "set it back, or extract again into another run.output_dir",
         )
     entries = features.of_split("train")
     if not entries:
@@ -222,18 +236,23 @@ class Run:
         every = train.walk_refresh_steps
         while self.state.step < train.steps:
             steps = min(every - self.state.step % every, train.steps - self.state.step)
-            if self.state.step % every == 0 or not self.state.walk_starts:
-                with self.clock.paused():
-                    self.state.walk_starts = self.find_walk_starts(steps)
+            if self.state.step % every == 0:
+                self.state.walk_starts = {}
+            with self.clock.paused():
+                # a resumed run has them, but for steps it did not have when they were found (wsd, continued)
+                self.state.walk_starts |= self.find_walk_starts(steps)
             self.batcher = replace(self.batcher, walk_starts=self.state.walk_starts)
             yield steps
 
     def find_walk_starts(self, steps: int) -> WalkStarts:
-        """Of the documents of the next `steps` steps."""
+        """Of the documents of the next `steps` steps whose starts are not known yet."""
         train = self.config.train
         count = steps * train.global_batch_samples
         samples = samples_from(self.inputs.entries, self.config.run.seed, self.state.samples, count)
-        entries = [sample.entry for sample in samples]
+        known = self.state.walk_starts
+        entries = [sample.entry for sample in samples if sample.entry.sample_id not in known]
+        if not entries:
+            return {}
         return find_walk_starts(
             plain_drafter(self.engine), self.head, self.inputs.features, entries, train, self.ranks
         )

@@ -55,6 +55,11 @@ def run_settings(config: Config, features_folder: Path) -> dict[str, Any]:
     }
 
 
+def same_run(found: dict[str, Any], settings: dict[str, Any]) -> bool:
+    """Whether a checkpoint with the settings `found` is of the run with `settings`."""
+    return all((DEFAULTS | found).get(key) == value for key, value in settings.items())
+
+
 def find_start(
     checkpoints: Checkpoints, settings: dict[str, Any], train: TrainSection
 ) -> tuple[IndexEntry, TrainState] | None:

@@ -12,19 +12,21 @@ from train.ablation.settings import Ablation, read_ablation
 
 def main(options: argparse.Namespace) -> None:
     ablation = read_ablation(Path(options.file))
+    if options.jobs < 1:
+        raise ValueError(f"--jobs {options.jobs}: give the number of runs at once, at least 1")
     if options.run is not None:
         _one_run(ablation, options)
         return
     # after the file is known to be good: these imports take seconds
     from common.files import write_json
-    from data.features import open_features
     from train.ablation.judge import divide_prompts, is_judged, is_trained
     from train.ablation.runs import base_config, variants, warmups
     from train.ablation.schedule import make_features, run_all
     from train.ablation.table import ablation_rows, markdown, to_json, training_curves
+    from train.loop import read_inputs
 
     make_features(ablation)
-    sets = divide_prompts(open_features(base_config(ablation).run.folder / "features"), ablation)
+    sets = divide_prompts(read_inputs(base_config(ablation)).features, ablation)
     counts = ", ".join(f"{len(rows)} {name}" for name, rows in vars(sets).items())
     print(f"held-out prompts: {counts}; {len(variants(ablation))} runs of {ablation.steps} steps")
     path, prompts = Path(options.file), "confirm" if options.confirm else "judge"

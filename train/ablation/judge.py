@@ -24,10 +24,11 @@ from evaluation.acceptance import PromptPasses
 from evaluation.calibration import fit_temperatures
 from evaluation.replay import ReplayOptions, replay_row
 from target.head import load_target_head
-from train.ablation.runs import AblationRun
+from train.ablation.runs import AblationRun, base_config
 from train.ablation.settings import Ablation
 from train.checkpoint import Checkpoints
 from train.engine import DTYPES
+from train.resume import run_settings, same_run
 
 PromptSet = Literal["judge", "confirm"]
 REMEDY = "delete it; the ablation judges the run again"
@@ -138,9 +139,14 @@ def is_judged(run: AblationRun, prompts: PromptSet, sets: PromptSets) -> bool:
 
 
 def is_trained(run: AblationRun) -> bool:
-    """Whether the last step's checkpoint is listed. Other settings than it was made with are the trainer's to refuse."""
-    entries = Checkpoints(run.folder / "checkpoints", 1).entries()
-    return bool(entries) and entries[-1].step == run.num_steps
+    """Whether the last step's checkpoint is listed, of these settings and features; other ones are the trainer's to refuse."""
+    checkpoints = Checkpoints(run.folder / "checkpoints", 1)
+    entries = checkpoints.entries()
+    if not entries or entries[-1].step != run.num_steps:
+        return False
+    _, found = checkpoints.read_state(entries[-1])
+    features = base_config(run.ablation).run.folder / "features"
+    return same_run(found, run_settings(run.config(), features))
 
 
 def _identity(run: AblationRun, sets: PromptSets, prompts: PromptSet, drafter: str) -> str:

@@ -66,6 +66,8 @@ class AblationRun:
         link = self.folder / "features"
         base = base_config(self.ablation).run.folder / "features"
         link.parent.mkdir(parents=True, exist_ok=True)
+        if link.is_symlink() and link.resolve() != base.resolve():
+            link.unlink()  # the base recipe's folder is another one now
         if not link.is_symlink():
             link.symlink_to(base.resolve(), target_is_directory=True)
 

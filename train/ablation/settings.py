@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +47,14 @@ class Ablation(Section):
             raise ValueError(
                 f"{min(unknown)!r} is no variant; choose from {', '.join(self.variants)}"
             )
+        for name in self.variants:
+            if not re.fullmatch(r"\w[\w.+-]*", name):
+                raise ValueError(
+                    f"{name!r} cannot name a variant: its runs are folders of that name"
+                )
+        for key, values in (("seeds", self.seeds), ("budgets", self.budgets)):
+            if len(set(values)) < len(values):
+                raise ValueError(f"{key}={list(values)} has a value twice; list each once")
         if "warmup" in self.variants:
             raise ValueError("a variant cannot be named 'warmup': that is the run they start from")
         if self.headline_budget not in self.budgets:
@@ -63,10 +72,13 @@ def read_ablation(path: Path) -> Ablation:
         raise FileNotFoundError(f"no ablation file {path}; see configs/ablation/")
     try:
         value: Any = yaml.safe_load(path.read_text(encoding="utf-8"))
+        if not isinstance(value, dict):
+            raise ValueError(f"{path} is no mapping of settings; see configs/ablation/")
         return Ablation.model_validate(value)
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ValueError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from error
     except ValidationError as error:
         first = error.errors()[0]
-        key = ".".join(str(part) for part in first["loc"])
-        raise ValueError(f"{path}: {key}: {first['msg'].removeprefix('Value error, ')}") from error
+        message = first["msg"].removeprefix("Value error, ")
+        key = "".join(f"{part}." for part in first["loc"])[:-1]
+        raise ValueError(f"{path}: {f'{key}: ' * bool(key)}{message}") from error
