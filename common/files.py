@@ -8,9 +8,10 @@ import hashlib
 import json
 import os
 import shutil
+import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 
 @contextlib.contextmanager
@@ -49,20 +50,30 @@ def remove_leftovers(folder: Path) -> None:
 
 
 @contextlib.contextmanager
-def only_writer(lock: Path) -> Iterator[None]:
+def only_writer(lock: Path, patience_s: float = 0.0) -> Iterator[None]:
     """Hold the file `lock`, for a stage whose double work would not be harmless. The lock goes with its process.
 
+    `patience_s`: how long one that holds it may take to end, as a rank does whose launcher was just killed.
     Raises ValueError if another process holds it.
     """
     lock.parent.mkdir(parents=True, exist_ok=True)
     with lock.open("w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise ValueError(
-                f"another process holds {lock}; wait for it, stop it, or choose another run.output_dir"
-            ) from error
+        end = time.monotonic() + patience_s
+        while not _locked(file):
+            if time.monotonic() >= end:
+                raise ValueError(
+                    f"another process holds {lock}; wait for it, stop it, or choose another run.output_dir"
+                )
+            time.sleep(0.1)
         yield
+
+
+def _locked(file: IO[str]) -> bool:
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 def write_json(path: Path, value: Any) -> None:

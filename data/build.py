@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import shutil
 import tempfile
@@ -13,7 +14,7 @@ from typing import Any
 import torch
 
 from common.distributed import Ranks, raise_together
-from common.files import remove_leftovers
+from common.files import only_writer, remove_leftovers
 from common.fingerprint import fingerprint, require_equal
 from configs.schema import Config
 from data.assemble import assemble
@@ -34,6 +35,9 @@ from target.prepare import prepare_target
 
 logger = logging.getLogger(__name__)
 
+_LOCK_PATIENCE_S = 15.0
+"""Ranks whose launcher was killed end within seconds."""
+
 ALONE = Ranks(0, 1, 0, torch.device("cpu"))
 
 
@@ -49,8 +53,17 @@ def build_corpus(
 ) -> BuiltCorpus:
     """Bring the run's corpus folder to completion. All ranks enter, each with the same result.
 
-    Raises ValueError if the folder holds a corpus, finished or begun, of other settings.
+    Raises ValueError if the folder holds a corpus, finished or begun, of other settings, or if another run works on it.
     """
+    with contextlib.ExitStack() as held:
+        with raise_together(ranks):
+            if ranks.is_main:
+                lock = config.run.folder / ".data.lock"
+                held.enter_context(only_writer(lock, _LOCK_PATIENCE_S))
+        return _build(config, ranks, packages_folder)
+
+
+def _build(config: Config, ranks: Ranks, packages_folder: Path) -> BuiltCorpus:
     folder = config.run.folder / "corpus"
     prepare_plan(config, folder, packages_folder, ranks)
     if manifest_path(folder).is_file():

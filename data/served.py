@@ -13,12 +13,12 @@ import os
 import time
 from collections.abc import Iterator
 
-from transformers import AutoConfig, GenerationConfig, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from common.distributed import Ranks, barrier, raise_together
 from common.files import only_writer
 from common.progress import Progress
-from configs.schema import Config, ServerSection, TargetSection
+from configs.schema import Config, ServerSection
 from data.answers import Answers
 from data.client import Client, RowFailed, http_client
 from data.dialogue import Dialogue
@@ -29,7 +29,7 @@ from data.servers import NoServer, Server, Servers
 from data.template import ChatTemplate
 from data.wire import AnswerRules, TurnRequest
 from target.generate import Sampling
-from target.load import target_folder
+from target.load import eos_token_ids
 
 logger = logging.getLogger(__name__)
 
@@ -189,7 +189,7 @@ def answer_rules(config: Config, tokenizer: PreTrainedTokenizerBase) -> AnswerRu
 
     return AnswerRules(
         vocab_size=config.target.vocab_size,
-        eos_token_ids=_eos_token_ids(config.target, tokenizer),
+        eos_token_ids=frozenset(eos_token_ids(config.target, tokenizer)),
         tokenise=tokenise if section.retokenise else None,
         turn_end_id=turn_end if isinstance(turn_end := tokenizer.eos_token_id, int) else None,
     )
@@ -199,24 +199,6 @@ def turn_seed(seed: int, sample_id: str, turn: int) -> int:
     """The server's seed of a turn: of the row alone, whatever order, server or run. 31 bits, which every server takes."""
     digest = hashlib.sha256(f"turn:{seed}:{sample_id}:{turn}".encode()).digest()
     return int.from_bytes(digest[:4], "big") >> 1
-
-
-def _eos_token_ids(section: TargetSection, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
-    """As transformers, and the servers, decide where a response ends."""
-    folder = target_folder(section)
-    if (folder / "generation_config.json").is_file():
-        generation = GenerationConfig.from_pretrained(folder)
-    else:
-        generation = GenerationConfig.from_model_config(AutoConfig.from_pretrained(folder))
-    stated = generation.eos_token_id
-    if stated is None:
-        stated = tokenizer.eos_token_id
-    ids = [stated] if isinstance(stated, int) else list(stated or ())
-    if not ids:
-        raise ValueError(
-            f"target.model={section.model} names no end-of-text token; set eos_token_id in its generation_config.json"
-        )
-    return frozenset(int(i) for i in ids)
 
 
 def _api_key(section: ServerSection) -> str | None:

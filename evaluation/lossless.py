@@ -59,7 +59,7 @@ def run_lossless(
     with raise_together(work.ranks):
         if work.ranks.is_main:
             records = list(read_all(kind, entries, lambda value: value))
-            result = _summary(records)
+            result = {"num_asked": num_prompts} | _summary(records)
             write_json(work.folder / "lossless.json", result)
     return result
 

@@ -42,6 +42,7 @@ from evaluation.report import Identity, Measured, Settled, build_report
 from evaluation.tuning import Tuning, TuningFiles, fit_on_validation, settle
 from target.head import load_target_head
 from target.identity import target_identity
+from target.load import eos_token_ids, load_tokenizer
 
 logger = logging.getLogger(__name__)
 
@@ -113,7 +114,8 @@ def plan_work(config: Config, ranks: Ranks, source: DrafterSource) -> Work:
     source.require_target(features)
     # the number of prompts is no part of a record: asking for more of them keeps those that are there
     section = config.evaluation.model_copy(update={"live_prompts": 0, "replay_prompts": 0})
-    settings = [section.model_dump(mode="json"), features.settings, config.run.seed]
+    ends = eos_token_ids(config.target, load_tokenizer(config.target))
+    settings = [section.model_dump(mode="json"), features.settings, config.run.seed, ends]
     if section.cost_file is not None:
         _require_same_batch(section, read_costs(section.cost_file))  # raises, naming the file
         settings.append(sha256_file(section.cost_file))

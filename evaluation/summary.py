@@ -42,6 +42,8 @@ def lossless_lines(result: Mapping[str, Any]) -> list[str]:
         f"{result['num_equal']} of {result['num_prompts']} prompts equal to plain greedy decoding, token for token "
         f"({result['num_tokens']} tokens, {result['num_decodes']} speculative decodes)"
     ]
+    if result["num_prompts"] < result["num_asked"]:
+        lines.append(f"{result['num_asked']} were asked for; the test split has no more")
     for item in result["differing"]:
         lines.append(
             f"differs: prompt {item['prompt_id']}, drafter {item['drafter']}, {item['acceptor']}, token {item['index']}, "

@@ -24,6 +24,7 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
     AutoTokenizer,
+    GenerationConfig,
     PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
@@ -129,7 +130,7 @@ def load_target(
         layer_types=layer_types(text_config),
         dtype=model.dtype,
         device=_weight(model.get_input_embeddings()).device,
-        eos_token_ids=_eos_token_ids(section, model, tokenizer),
+        eos_token_ids=eos_token_ids(section, tokenizer),
     )
     _check_ends(section, target)
     return target
@@ -286,11 +287,17 @@ def _check_ends(section: TargetSection, target: Target) -> None:
         )
 
 
-def _eos_token_ids(
-    section: TargetSection, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
-) -> tuple[int, ...]:
-    generation = model.generation_config
-    stated = generation.eos_token_id if generation else None
+def eos_token_ids(section: TargetSection, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
+    """Where a response ends, as transformers and the servers decide; from the folder, no weights are read.
+
+    Raises ValueError if the target names no such token.
+    """
+    folder = target_folder(section)
+    if (folder / "generation_config.json").is_file():
+        generation = GenerationConfig.from_pretrained(folder)
+    else:
+        generation = GenerationConfig.from_model_config(AutoConfig.from_pretrained(folder))
+    stated = generation.eos_token_id
     if stated is None:
         stated = tokenizer.eos_token_id
     ids = [stated] if isinstance(stated, int) else list(stated or ())

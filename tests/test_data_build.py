@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import signal
@@ -309,3 +310,13 @@ def test_a_corpus_without_a_sample_is_an_error_and_its_correction_is_not_refused
     assert not (corpus_of(config) / "manifest.json").exists()
     corrected = config.model_copy(update={"data": tiny_config(overrides=[KEEP_ALL]).data})
     assert build_corpus(corrected, ranks()).manifest.num_rows > 0
+
+
+def test_a_second_run_in_a_folder_at_work_is_refused(tiny_config: MakeConfig, monkeypatch):
+    monkeypatch.setattr("data.build._LOCK_PATIENCE_S", 0.2)
+    config = tiny_config()
+    config.run.folder.mkdir(parents=True)
+    with (config.run.folder / ".data.lock").open("w") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        with pytest.raises(ValueError, match=r"another process holds .*\.data\.lock"):
+            build_corpus(config, ranks())
