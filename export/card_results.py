@@ -14,6 +14,15 @@ from export.markdown import table
 ALL_TASKS = "all"
 Row = Mapping[str, Any]
 
+MEANINGS = {
+    "plain": "the target alone",
+    "chain": "the drafter's first choice of every slot",
+    "chain_rejection": "a drawn token a slot, accepted with probability min(1, p/q)",
+    "tree": "the likeliest prefixes, as many as the budget",
+    "tree_spine": "the chain, then the likeliest other prefixes, as many as the budget in all",
+    "tree_cost": "the likeliest prefixes while they paid by the costs of the evaluating machine, at most the budget",
+}
+
 
 def headline(report: Mapping[str, Any]) -> str | None:
     """One sentence: the chain and the largest tree on all held-out prompts, by replay; None if either is missing."""
@@ -38,6 +47,8 @@ def acceptance(report: Mapping[str, Any]) -> str:
         "over prompts.",
     ]
     replayed, live = (_rows(report, ALL_TASKS, mode) for mode in ("replay", "live"))
+    if replayed or live:
+        parts.append(_meanings([*replayed, *live]))
     if replayed:
         parts.append(
             "**Replay** of the target's recorded responses, every budget:\n\n" + _overall(replayed)
@@ -49,6 +60,12 @@ def acceptance(report: Mapping[str, Any]) -> str:
         parts.append("**Live** decoding in float32:\n\n" + _overall(live))
         parts.append(_lossless(report["lossless"]))
     return "\n\n".join(parts)
+
+
+def _meanings(rows: Sequence[Row]) -> str:
+    """What is verified in a pass, for each acceptor that the tables name."""
+    named = dict.fromkeys(row["acceptor"] for row in rows)
+    return "Verified in a pass: " + "; ".join(f"`{n}`: {MEANINGS[n]}" for n in named) + "."
 
 
 def _rows(report: Mapping[str, Any], task: str, mode: str) -> list[Row]:
@@ -68,7 +85,9 @@ def _overall(rows: Sequence[Row]) -> str:
             "as recorded" if row["temperature"] is None else f"{row['temperature']:g}",
             str(row["num_prompts"]),
             f"{row['acceptance_macro']:.3f}",
-            f"{row['ci95'][0]:.3f} to {row['ci95'][1]:.3f}",
+            "one prompt"
+            if row["ci95"] is None
+            else f"{row['ci95'][0]:.3f} to {row['ci95'][1]:.3f}",
             f"{row['acceptance_micro']:.3f}",
         ]
         for row in rows

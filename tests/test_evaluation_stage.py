@@ -278,3 +278,14 @@ def test_options_that_exclude_each_other_are_refused(options: list[str]) -> None
     assert done.stderr.startswith("error: --")
     assert "exclude each other" in done.stderr
     assert done.stderr.count("\n") == 1
+
+
+def test_another_end_of_text_is_another_evaluation(tiny_run: TinyRun) -> None:
+    ends = Path(tiny_run.config.target.model) / "generation_config.json"
+    before = ends.read_bytes()
+    try:
+        ends.write_text(json.dumps(json.loads(before) | {"eos_token_id": [7]}))
+        changed = plan_work(tiny_run.config, ONE_RANK, random_drafter(tiny_run.config))
+    finally:
+        ends.write_bytes(before)
+    assert changed.records("live").folder != tiny_run.work.records("live").folder

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -17,12 +17,13 @@ from safetensors.torch import load_file, save_file
 
 import export.stage
 from common.files import sha256_file, write_json
-from configs.schema import Config
+from configs.schema import AcceptorName, Config
 from data.feature_shards import FeatureLayout, FeatureRow, write_shard
 from data.features import FeatureManifest, HeadEntry, ShardEntry, manifest_path
 from drafter.config import DrafterConfig, drafter_config
 from drafter.folder import drafter_fingerprint, load_drafter, write_drafter
 from drafter.weights import expected_shapes
+from export.card_results import MEANINGS, acceptance
 from export.folder import Output, write_folder
 from export.stage import export_drafter
 from export.verify import VerifyJob, find_anchors, verify_export, verify_in_new_process
@@ -202,6 +203,14 @@ def test_card_has_what_a_reader_of_the_hub_looks_for(run):
     assert '"model": "me/drafter", "num_speculative_tokens": 3' in text
     assert "vllm serve owner/target" in text
     assert str(run.run.folder) not in text
+
+
+def test_card_says_what_every_acceptor_verifies_and_where_an_interval_cannot_be():
+    assert set(MEANINGS) == {"plain", *get_args(AcceptorName)}
+    row = report_of("any")["rows"][0] | {"acceptor": "tree_cost", "num_prompts": 1, "ci95": None}
+    text = acceptance({"rows": [row]})
+    assert "`tree_cost`: the likeliest prefixes while they paid" in text
+    assert "| tree_cost | 64 | as recorded | 1 | 2.346 | one prompt | 2.500 |" in text
 
 
 @pytest.mark.parametrize(
