@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from evaluation.bootstrap import mean_interval
+from evaluation.bootstrap import interval, mean_interval
 
 
 @dataclass(frozen=True)
@@ -27,13 +27,14 @@ class PromptPasses:
 
 @dataclass(frozen=True)
 class Acceptance:
-    """Tokens a verify pass emits; `ci95` is of the macro mean."""
+    """Tokens a verify pass emits; `ci95` is of the macro mean, `micro_ci95` of the micro mean."""
 
     num_prompts: int
     num_passes: int
     macro: float
     micro: float
     ci95: tuple[float, float] | None
+    micro_ci95: tuple[float, float] | None
     """None for a single prompt."""
 
 
@@ -66,7 +67,7 @@ def acceptance_sums(prompts: Sequence[PromptPasses]) -> AcceptanceSums:
 
 
 def measure_acceptance(prompts: Sequence[PromptPasses]) -> Acceptance:
-    """Both means and the 95 % interval of the macro mean (bootstrap over prompts: evaluation/bootstrap.py).
+    """Both means with their 95 % intervals (bootstrap over prompts: evaluation/bootstrap.py).
 
     Raises ValueError if no prompt has a pass.
     """
@@ -81,6 +82,7 @@ def measure_acceptance(prompts: Sequence[PromptPasses]) -> Acceptance:
         macro=sums.macro,
         micro=sums.micro,
         ci95=mean_interval(np.array(list(_means(prompts)))),
+        micro_ci95=interval(_emitted_and_passes(prompts), lambda drawn: drawn[:, 0] / drawn[:, 1]),
     )
 
 
@@ -92,3 +94,8 @@ def prompt_means(prompts: Sequence[PromptPasses]) -> dict[str, float]:
 
 def _means(prompts: Sequence[PromptPasses]) -> Iterator[float]:
     return (sum(prompt.passes) / len(prompt.passes) for prompt in prompts if prompt.passes)
+
+
+def _emitted_and_passes(prompts: Sequence[PromptPasses]) -> np.ndarray:
+    """(n, 2) of the prompts that have passes."""
+    return np.array([(sum(p.passes), len(p.passes)) for p in prompts if p.passes], dtype=float)

@@ -197,6 +197,7 @@ def _row(task: str, kind: Kind, records: Sequence[PromptRecord]) -> dict[str, An
         "acceptance_macro": measured.macro if measured else None,
         "acceptance_micro": measured.micro if measured else None,
         "ci95": list(measured.ci95) if measured and measured.ci95 else None,
+        "micro_ci95": list(measured.micro_ci95) if measured and measured.micro_ci95 else None,
         "tokens_per_s": None,
         "stage_share": None,
     }

@@ -2,7 +2,8 @@
 
     speed-up = acceptance length * (seconds of a plain step) / (seconds of a round with that many nodes)
 
-A plain step yields one token, a round as many as the acceptance length. It says what every budget would do without decoding
+A plain step yields one token, a round as many as the micro acceptance length (tokens over passes: what speed depends on; the
+macro mean would count a prompt of few long passes as much as one of many short ones). It says what every budget would do without decoding
 with it; where live decoding ran, the measured ratio stands beside it.
 """
 
@@ -40,17 +41,17 @@ def modelled_rows(
     found = []
     for row, nodes in zip(rows, num_nodes, strict=True):
         seconds = cost.of(nodes)
-        if seconds is None or row["acceptance_macro"] is None:
+        if seconds is None or row["acceptance_micro"] is None:
             continue
-        gain = cost.plain_step / seconds
+        gain, ends = cost.plain_step / seconds, row["micro_ci95"]
         found.append(
             {
                 "acceptor": row["acceptor"],
                 "budget": row["budget"],
                 "num_nodes": nodes,
                 "round_ms": 1000 * seconds,
-                "speedup": row["acceptance_macro"] * gain,
-                "ci95": None if row["ci95"] is None else [end * gain for end in row["ci95"]],
+                "speedup": row["acceptance_micro"] * gain,
+                "ci95": None if ends is None else [end * gain for end in ends],
             }
         )
     return found

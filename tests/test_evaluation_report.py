@@ -195,7 +195,7 @@ def test_modelled_speed_by_hand() -> None:
     """A plain step of 10 ms; a round of 20 ms and 1 ms a node: 3 tokens a pass at 10 nodes are as fast as plain."""
     cost = RoundSeconds(0.010, tuple(0.020 + 0.001 * n for n in range(41)))
     rows = [
-        {"acceptor": "tree", "budget": b, "acceptance_macro": length, "ci95": [length - 1, length + 1]}
+        {"acceptor": "tree", "budget": b, "acceptance_micro": length, "micro_ci95": [length - 1, length + 1]}
         for b, length in ((10, 3.0), (40, 4.5), (41, 9.0))
     ]  # fmt: skip
     found = modelled_rows(rows, [10.0, 39.5, 41.0], cost)
@@ -204,6 +204,19 @@ def test_modelled_speed_by_hand() -> None:
     assert found[0]["ci95"] == pytest.approx([2 / 3, 4 / 3])
     assert found[1]["round_ms"] == pytest.approx(59.5)
     assert found[1]["speedup"] == pytest.approx(4.5 * 10 / 59.5)
+
+
+def test_modelled_speed_is_that_of_all_tokens_over_all_passes(made: Made, report: Row) -> None:
+    cost = made.measured.cost
+    assert cost is not None
+    rows = {
+        (r["acceptor"], r["budget"]): r
+        for r in report["rows"]
+        if r["task"] == "all" and r["mode"] == "replay"
+    }
+    for row in report["modelled"]:
+        micro = rows[row["acceptor"], row["budget"]]["acceptance_micro"]
+        assert row["speedup"] == pytest.approx(1000 * micro * cost.plain_step / row["round_ms"])
 
 
 def test_a_report_prices_every_acceptor_at_its_own_number_of_nodes(made: Made, report: Row) -> None:
