@@ -91,6 +91,7 @@ def test_report_has_the_promised_names_and_a_sound_result(tiny_run: TinyRun) -> 
             "acceptance_macro",
             "acceptance_micro",
             "ci95",
+            "micro_ci95",
             "tokens_per_s",
             "stage_share",
         ]
