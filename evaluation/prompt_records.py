@@ -90,4 +90,10 @@ def read_prompt_records(folder: Path, entry: dict[str, Any]) -> list[PromptRecor
     if hashlib.sha256(data).hexdigest() != entry["sha256"]:
         raise ValueError(f"{path} is not the one that report.json was written with; {REMEDY}")
     with fields_of(path, REMEDY):
-        return [PromptRecord(**json.loads(line)) for line in data.splitlines()]
+        records = [PromptRecord(**json.loads(line)) for line in data.splitlines()]
+        for record in records:
+            if not isinstance(record.passes, list) or not all(
+                type(n) is int for n in record.passes
+            ):
+                raise TypeError(f"passes of prompt {record.prompt_id}")
+        return records

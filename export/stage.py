@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from common.files import atomic_path, fields_of, read_json, remove_leftovers
+from common.files import atomic_path, fields_of, only_writer, read_json, remove_leftovers
 from common.fingerprint import require_equal
 from configs.schema import Config
 from data.features import FeatureSet, open_features
@@ -58,7 +58,7 @@ def export_drafter(
 
     published_as: hub id under which the card's commands find the drafter; None: the folder itself.
     Needs neither a GPU nor the ranks that trained; about one copy of the drafter is alive at a time. Raises ValueError or
-    FileNotFoundError if checkpoint, features, target and recipe disagree, or the verification fails.
+    FileNotFoundError if checkpoint, features, target and recipe disagree, the verification fails, or another export works here.
     """
     run, target = config.run.folder, target_folder(config.target)
     checkpoint = resolve_checkpoint(run / "checkpoints", config.export.checkpoint)
@@ -71,27 +71,28 @@ def export_drafter(
         load_target_head(features.checked_head(), "cpu", None) if self_contained else None,
     )
     folder = run / "export" / output.folder_name
-    remove_leftovers(folder.parent)
     commands = serve_commands(
         name, published_as or str(folder), drafter_config(config), drafter_format
     )
-    with atomic_path(folder) as aside:
-        write_checkpoint(checkpoint, aside, output)
-        copy_tokenizer(target, aside)
-        logger.info("verifying %s against %s in a new process", folder, checkpoint)
-        job = VerifyJob(
-            aside,
-            checkpoint,
-            features.folder,
-            target,
-            config.export.verify_rows,
-            config.run.cpu_threads,
-        )
-        verification = verify_in_new_process(job)
-        facts = card_facts(config, checkpoint, features, output)
-        (aside / "README.md").write_text(
-            model_card(facts, verification, commands), encoding="utf-8"
-        )
+    with only_writer(run / ".export.lock"):
+        remove_leftovers(folder.parent)
+        with atomic_path(folder) as aside:
+            write_checkpoint(checkpoint, aside, output)
+            copy_tokenizer(target, aside)
+            logger.info("verifying %s against %s in a new process", folder, checkpoint)
+            job = VerifyJob(
+                aside,
+                checkpoint,
+                features.folder,
+                target,
+                config.export.verify_rows,
+                config.run.cpu_threads,
+            )
+            verification = verify_in_new_process(job)
+            facts = card_facts(config, checkpoint, features, output)
+            (aside / "README.md").write_text(
+                model_card(facts, verification, commands), encoding="utf-8"
+            )
     return Exported(folder, checkpoint, verification, commands)
 
 

@@ -14,7 +14,7 @@ from drafter.config import drafter_config
 from drafter.model import BlockLayout, Drafter, block_embeddings
 from evaluation.decoded import DecodeSettings
 from evaluation.parity import record_row
-from target.generate import Sampling, generate_batch
+from target.generate import Sampling, generate_batch, sampling_probs
 from target.head import TargetHead
 from target.load import Target
 
@@ -91,3 +91,20 @@ def _cross_entropy(drafter: Drafter, head: TargetHead, row: FeatureRow) -> torch
     )
     hidden = drafter(row.features.clone()[None], blocks, layout)[0, :, 1:]
     return cross_entropy((hidden @ head.head.T).flatten(0, 1), labels.flatten())
+
+
+def continuations(
+    target: Target, prompt: list[int], sampling: Sampling, length: int
+) -> dict[tuple[int, ...], float]:
+    """Probability of every continuation of `length` tokens, from plain forwards."""
+    found: dict[tuple[int, ...], float] = {(): 1.0}
+    for _ in range(length):
+        grown = {}
+        for tokens, mass in found.items():
+            with torch.no_grad():
+                ids = torch.tensor([[*prompt, *tokens]])
+                probs = sampling_probs(target.model(input_ids=ids).logits[0, -1], sampling)
+            for token in probs.nonzero().flatten().tolist():
+                grown[(*tokens, token)] = mass * float(probs[token])
+        found = grown
+    return found

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
 import subprocess
 import sys
@@ -244,6 +245,18 @@ def test_prompt_records_of_another_report_are_refused(
         read_evaluation(tmp_path)
     path.unlink()
     with pytest.raises(FileNotFoundError, match=r"is missing; .*launch\.sh report"):
+        read_evaluation(tmp_path)
+
+
+def test_prompt_records_without_passes_are_refused(tmp_path: Path) -> None:
+    write_evaluation(tmp_path, make_evaluation())
+    path, report = (tmp_path / "evaluation" / name for name in ("prompts.jsonl", "report.json"))
+    first, *rest = path.read_text().splitlines()
+    path.write_text("\n".join([json.dumps(json.loads(first) | {"passes": None}), *rest]) + "\n")
+    value = json.loads(report.read_text())
+    value["prompts"]["sha256"] = hashlib.sha256(path.read_bytes()).hexdigest()
+    report.write_text(json.dumps(value))
+    with pytest.raises(ValueError, match=r"does not hold what it should \(passes of prompt"):
         read_evaluation(tmp_path)
 
 

@@ -9,7 +9,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from conftest import FAMILIES
-from evaluation_cases import MAX_NEW_TOKENS, Case, make_case
+from evaluation_cases import MAX_NEW_TOKENS, Case, continuations, make_case
 
 from configs.schema import Config
 from evaluation.acceptors import CHAIN, Acceptor, tree_acceptor
@@ -17,7 +17,7 @@ from evaluation.clock import STAGES
 from evaluation.decode import decode_plain, decode_with_tree
 from evaluation.decoded import Decoded
 from evaluation.scores import Response, score_anchors
-from target.generate import Sampling, sampling_probs
+from target.generate import Sampling
 from target.load import Target
 
 MakeConfig = Callable[..., Config]
@@ -123,7 +123,7 @@ def test_the_drafters_context_is_what_a_full_forward_would_give(trained: Case) -
         assert gold_first == [a == b for a, b in zip(drafted, recorded, strict=True)]
 
 
-def test_sampled_output_has_the_targets_distribution(trained: Case) -> None:
+def test_sampled_output_has_the_targetscontinuations(trained: Case) -> None:
     """Chi-square of the first three tokens against the target's own probabilities, at temperature 1 and top-k 2."""
     sampling, runs = Sampling(1.3, 1.0, 2), 160
     counts: Counter[tuple[int, ...]] = Counter()
@@ -135,27 +135,10 @@ def test_sampled_output_has_the_targets_distribution(trained: Case) -> None:
         counts[tuple(decoded.tokens)] += 1
         accepted += sum(len(record.accepted.nodes) - 1 for record in decoded.records)
     assert accepted > runs / 10, "the test needs sampled tokens that were drafted"
-    expected = _distribution(trained.target, trained.prompts[1], sampling, 3)
+    expected = continuations(trained.target, trained.prompts[1], sampling, 3)
     assert set(counts) <= set(expected)
     statistic = sum((counts[k] - runs * p) ** 2 / (runs * p) for k, p in expected.items())
     assert statistic < 24.3, counts  # 7 degrees of freedom, p = 0.001
-
-
-def _distribution(
-    target: Target, prompt: list[int], sampling: Sampling, length: int
-) -> dict[tuple[int, ...], float]:
-    """Probability of every continuation of `length` tokens, from plain forwards."""
-    found: dict[tuple[int, ...], float] = {(): 1.0}
-    for _ in range(length):
-        grown = {}
-        for tokens, mass in found.items():
-            with torch.no_grad():
-                ids = torch.tensor([[*prompt, *tokens]])
-                probs = sampling_probs(target.model(input_ids=ids).logits[0, -1], sampling)
-            for token in probs.nonzero().flatten().tolist():
-                grown[(*tokens, token)] = mass * float(probs[token])
-        found = grown
-    return found
 
 
 def test_seeds_repeat_and_differ(trained: Case) -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from conftest import HYBRID
 from ddtree_cases import make_target
-from evaluation_cases import Case, make_case
+from evaluation_cases import Case, continuations, make_case
 from oracle_cases import ACCEPTORS, COST, Oracle
 
 from configs.schema import Config
@@ -19,7 +19,7 @@ from evaluation.decode import decode_batch, make_proposer
 from evaluation.decoded import Decoded, DecodeSettings
 from evaluation.drafting import Proposer
 from evaluation.lossless import NEARLY_GREEDY
-from target.generate import Sampling, generate_batch, sampling_probs
+from target.generate import Sampling, generate_batch
 from target.load import Target
 
 MakeConfig = Callable[..., Config]
@@ -239,20 +239,3 @@ def pool(
     if rest > 1:
         cells.append((total - sum(seen for seen, _ in cells), rest))
     return cells
-
-
-def continuations(
-    target: Target, prompt: list[int], sampling: Sampling, length: int
-) -> dict[tuple[int, ...], float]:
-    """Probability of every continuation of `length` tokens, from plain forwards."""
-    found: dict[tuple[int, ...], float] = {(): 1.0}
-    for _ in range(length):
-        grown = {}
-        for tokens, mass in found.items():
-            with torch.no_grad():
-                ids = torch.tensor([[*prompt, *tokens]])
-                probs = sampling_probs(target.model(input_ids=ids).logits[0, -1], sampling)
-            for token in probs.nonzero().flatten().tolist():
-                grown[(*tokens, token)] = mass * float(probs[token])
-        found = grown
-    return found

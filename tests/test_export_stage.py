@@ -1,5 +1,6 @@
 """The export stage on a tiny run: what it writes, what it refuses, and that a failed verification puts nothing in place."""
 
+import fcntl
 import json
 import os
 import shutil
@@ -368,3 +369,10 @@ def test_an_exported_folder_loads_as_a_drafter(run):
     folder = export_drafter(run).folder
     drafter = load_drafter(folder, "cpu", torch.float32)
     assert drafter.config == drafter_config(run)
+
+
+def test_a_second_export_at_work_is_refused(run):
+    with (run.run.folder / ".export.lock").open("w") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        with pytest.raises(ValueError, match=r"another process holds .*\.export\.lock"):
+            export_drafter(run)
