@@ -26,9 +26,9 @@ def atomic_path(path: Path) -> Iterator[Path]:
     try:
         yield aside
         for file in sorted(aside.rglob("*")) if aside.is_dir() else [aside]:
-            _fsync(file)
+            fsync_path(file)
         if aside.is_dir():
-            _fsync(aside)
+            fsync_path(aside)
             if path.is_dir():
                 old = path.with_name(f".{path.name}.{os.getpid()}.old")
                 path.rename(old)
@@ -38,7 +38,7 @@ def atomic_path(path: Path) -> Iterator[Path]:
                 aside.rename(path)
         else:
             aside.replace(path)
-        _fsync(path.parent)
+        fsync_path(path.parent)
     finally:
         _remove(aside)
 
@@ -108,7 +108,7 @@ def sha256_file(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def _fsync(path: Path) -> None:
+def fsync_path(path: Path) -> None:
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

@@ -389,6 +389,9 @@ class DataSection(Section):
 
 
 class ExtractSection(Section):
+    folder: str | None = Field(default=None, pattern=r"^(?!\w+://)|^(s3|gs)://[^/]+")
+    """Where the features are: a path, `s3://bucket/prefix` or `gs://bucket/prefix` (docs/streaming.md). null: `features/` in
+    the run's folder."""
     codec: Codec = "bf16-planes"
     """bf16-planes is lossless for bf16 states; fp32 is for exact comparisons; fp8 halves bf16 (2.6 % rms error on normal values)."""
     shard_bytes: int = Field(default=1_000_000_000, ge=1_000_000)
@@ -602,6 +605,11 @@ class Config(Section):
     train: TrainSection
     evaluation: EvaluationSection = Field(default_factory=EvaluationSection)
     export: ExportSection = Field(default_factory=ExportSection)
+
+    @property
+    def features_location(self) -> str:
+        """Of the feature shards: a path or a bucket's URL, for common.storage.open_storage."""
+        return self.extract.folder or str(self.run.folder / "features")
 
     @model_validator(mode="after")
     def _check(self) -> Config:

@@ -109,7 +109,7 @@ def test_everything_is_on_disk_before_the_rename(
 ) -> None:
     """fsync of every file, then of the folder that holds the new name."""
     synced: list[str] = []
-    monkeypatch.setattr(files, "_fsync", lambda path: synced.append(path.name))
+    monkeypatch.setattr(files, "fsync_path", lambda path: synced.append(path.name))
     with atomic_path(tmp_path / "folder") as aside:
         aside.mkdir()
         (aside / "a").write_text("")
