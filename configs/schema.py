@@ -389,7 +389,7 @@ class DataSection(Section):
 
 
 class ExtractSection(Section):
-    folder: str | None = Field(default=None, pattern=r"^(?!\w+://)|^(s3|gs)://[^/]+")
+    folder: str | None = None
     """Where the features are: a path, `s3://bucket/prefix` or `gs://bucket/prefix` (docs/streaming.md). null: `features/` in
     the run's folder."""
     codec: Codec = "bf16-planes"
@@ -411,6 +411,14 @@ class ExtractSection(Section):
     """Measured prefill tokens/s of one GPU, for plans; null: the plan says what it assumes."""
     free_disk_bytes: PositiveInt | None = None
     """For plans made elsewhere; null: ask the file system."""
+
+    @field_validator("folder")
+    @classmethod
+    def _check_folder(cls, value: str | None) -> str | None:
+        scheme, separator, path = (value or "").partition("://")
+        if separator and (scheme not in ("s3", "gs") or not path.strip("/")):
+            raise ValueError("use a path, s3://bucket/prefix or gs://bucket/prefix")
+        return value
 
 
 class TrainSection(Section):
