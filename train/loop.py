@@ -313,7 +313,7 @@ class Run:
     def evaluate(self) -> float | None:
         """Acceptance length of the tree at `train.tree_budget` on the validation rows; None without any."""
         start = time.monotonic()
-        sums = validate(
+        found = validate(
             plain_drafter(self.engine),
             self.head,
             self.inputs.features,
@@ -321,7 +321,7 @@ class Run:
             self.config,
             self.ranks,
         )
-        metrics = validation_metrics(sums)
+        metrics = validation_metrics(found, self.config.train.tree_budget)
         if not metrics:
             logger.warning(
                 "no validation rows with a response of two tokens: best checkpoint unknown"

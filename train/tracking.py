@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
@@ -31,8 +32,18 @@ METRICS = {
     "validation/chain_acceptance": "acceptance length of the chain, macro mean over prompts",
     "validation/tree_acceptance_*": "acceptance length of the tree at budget *, macro mean over prompts",
     "validation/time_s": "seconds of this evaluation",
+    "survival/chain_depth_*": "share of anchors whose first * recorded tokens are all accepted, by the chain",
+    "survival/tree_*_depth_*": "the same by the tree of train.tree_budget",
+    "recall/top_*_slot_*": "share of anchors whose recorded token is among the slot's * likeliest, whatever came before it",
+    "calibration/ece": "expected calibration error of path probabilities over nodes of the largest tree, 0..1",
+    "calibration/chain_ratio": "accepted tokens the drafter expects over those it gets, at every anchor; above 1: over-confident",
+    "calibration/tree_ratio_*": "the same by the tree at budget *",
+    "calibration/expected_bin_*": "mean path probability of the nodes in a bin (evaluation/sums.py: BIN_EDGES)",
+    "calibration/right_bin_*": "share of these nodes that were right",
+    "walk/chain_emits_*": "share of the chain's verify passes that emit * tokens",
+    "walk/tree_*_emits_*": "the same by the tree of train.tree_budget",
 }
-"""Name -> unit and meaning."""
+"""Name -> unit and meaning; `*` is a number. W&B makes a section of what stands before the slash."""
 TIMES = frozenset(
     {"train/tokens_per_s", "train/anchors_per_s", "train/step_s", "validation/time_s"}
 )
@@ -77,8 +88,13 @@ class Tracker:
             self._wandb.finish()
 
 
+def metric_pattern(name: str) -> str:
+    """The name's entry in METRICS: itself, or with `*` for its numbers."""
+    return name if name in METRICS else re.sub(r"(?<=_)\d+(?=_|$)", "*", name)
+
+
 def is_metric(name: str) -> bool:
-    return name in METRICS or f"{name.rpartition('_')[0]}_*" in METRICS
+    return metric_pattern(name) in METRICS
 
 
 def drop_lines_after(path: Path, step: int) -> None:
