@@ -109,7 +109,14 @@ def open_storage(location: str | Path) -> Storage:
         return LocalStorage(Path(location))
     if scheme not in ("s3", "gs"):
         raise ValueError(f"{location}: no storage `{scheme}://`; use a path, s3://... or gs://...")
-    raise ValueError(f"{location}: buckets come next")
+    try:
+        from common.object_storage import ObjectStorage  # an optional package
+    except ModuleNotFoundError as error:
+        raise ValueError(
+            f"{location}: buckets need the package `{error.name}`; install it with "
+            "`.venv/bin/pip install -c constraints.txt -e '.[s3]'`, or use a path"
+        ) from error
+    return ObjectStorage(str(location))
 
 
 class LocalStorage(Storage):
