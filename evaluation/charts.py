@@ -74,6 +74,27 @@ def doubling_axis(label: str, values: Sequence[float]) -> Axis:
 
 def line_chart(title: str, series: Sequence[Series], x_axis: Axis, y_axis: Axis) -> str:
     """Lines, bands and markers over a grid, with a legend below. `title` is what a screen reader says."""
+    return svg(title, WIDTH, HEIGHT, line_parts(series, x_axis, y_axis)) + legend(keys(series))
+
+
+def line_parts(series: Sequence[Series], x_axis: Axis, y_axis: Axis) -> list[str]:
+    """The elements of a line chart, WIDTH wide and HEIGHT high."""
+    x, y = plot_places(x_axis, y_axis)
+    parts = grid(x_axis, y_axis)
+    for line in series:
+        parts.append(f'<g class="{line.colour}">{"".join(_series(line, x, y))}</g>')
+    return parts
+
+
+def keys(series: Sequence[Series]) -> list[tuple[str, str, float]]:
+    """The legend's entries."""
+    return [(line.name, line.colour, line.strength) for line in series if line.name]
+
+
+def plot_places(
+    x_axis: Axis, y_axis: Axis
+) -> tuple[Callable[[float], float], Callable[[float], float]]:
+    """Where a value of each axis lies on the chart."""
     plot_width, plot_height = WIDTH - LEFT - RIGHT, HEIGHT - TOP - BOTTOM
 
     def x(value: float) -> float:
@@ -82,11 +103,7 @@ def line_chart(title: str, series: Sequence[Series], x_axis: Axis, y_axis: Axis)
     def y(value: float) -> float:
         return TOP + plot_height * (1 - y_axis.place(value))
 
-    parts = [*_grid(x_axis, y_axis, x, y)]
-    for line in series:
-        parts.append(f'<g class="{line.colour}">{"".join(_series(line, x, y))}</g>')
-    entries = [(line.name, line.colour, line.strength) for line in series if line.name]
-    return svg(title, WIDTH, HEIGHT, parts) + legend(entries)
+    return x, y
 
 
 def _series(line: Series, x: Callable[[float], float], y: Callable[[float], float]) -> list[str]:
@@ -186,9 +203,9 @@ def label(x: float, y: float, content: str, anchor: str, kind: str = "") -> str:
     return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}"{of_kind}>{text(content)}</text>'
 
 
-def _grid(
-    x_axis: Axis, y_axis: Axis, x: Callable[[float], float], y: Callable[[float], float]
-) -> list[str]:
+def grid(x_axis: Axis, y_axis: Axis) -> list[str]:
+    """Gridlines, ticks and labels."""
+    x, y = plot_places(x_axis, y_axis)
     bottom, right = HEIGHT - BOTTOM, WIDTH - RIGHT
     parts = []
     for tick in y_axis.ticks:

@@ -11,13 +11,21 @@ from pathlib import Path
 
 from common.files import atomic_path
 
-STYLE = """
+COLOURS = """
 :root { color-scheme: light dark; --page: #f4f6f9; --card: #fff; --line: #e2e8f0; --ink: #1a202c; --soft: #556072;
   --good: #0f766e; --bad: #b91c1c; --warn: #b45309; --grid: #e6eaf0; --on-fill: #fff;
   --c0: #c2410c; --c1: #0f766e; --c2: #1d4ed8; --c3: #9333ea; --c4: #be185d; --c5: #4d7c0f; --c6: #0e7490; --c7: #64748b; }
 @media (prefers-color-scheme: dark) { :root { --page: #0f141b; --card: #171e28; --line: #2b3544; --ink: #e5eaf1;
   --soft: #9aa7b8; --good: #4fd1c0; --bad: #ff8a80; --warn: #fbbf24; --grid: #2a3342; --on-fill: #0f141b;
   --c0: #fb923c; --c1: #4fd1c0; --c2: #7ea8ff; --c3: #c99bff; --c4: #f990c0; --c5: #a8d65c; --c6: #67d4ea; --c7: #94a3b8; } }
+"""
+"""Light and dark, as the reader's system is; a picture in SVG takes them too."""
+CHART_STYLE = """
+.c0 { color: var(--c0); } .c1 { color: var(--c1); } .c2 { color: var(--c2); } .c3 { color: var(--c3); }
+.c4 { color: var(--c4); } .c5 { color: var(--c5); } .c6 { color: var(--c6); } .c7 { color: var(--c7); }
+.hollow { fill: var(--card); } .on { fill: var(--on-fill); } .gridline { stroke: var(--grid); } .axis { stroke: var(--soft); }
+"""
+_PAGE_STYLE = """
 * { box-sizing: border-box; }
 body { font: 15px/1.5 system-ui, -apple-system, "Segoe UI", "DejaVu Sans", sans-serif; color: var(--ink);
   background: var(--page); margin: 0; }
@@ -38,10 +46,7 @@ h1 { font-size: 25px; line-height: 1.25; margin: 0 0 4px; } h2 { font-size: 17px
 svg { display: block; font: 12px system-ui, "DejaVu Sans", sans-serif; fill: var(--soft); }
 .chart { overflow-x: auto; } .chart svg { width: 100%; min-width: 480px; max-width: 760px; }
 .scroll { overflow-x: auto; } .tree svg { font-family: ui-monospace, "DejaVu Sans Mono", monospace; }
-.c0 { color: var(--c0); } .c1 { color: var(--c1); } .c2 { color: var(--c2); } .c3 { color: var(--c3); }
-.c4 { color: var(--c4); } .c5 { color: var(--c5); } .c6 { color: var(--c6); } .c7 { color: var(--c7); }
 .accepted { color: var(--good); } .drafted { color: var(--soft); }
-.hollow { fill: var(--card); } .on { fill: var(--on-fill); } .gridline { stroke: var(--grid); } .axis { stroke: var(--soft); }
 table { border-collapse: collapse; width: 100%; font-variant-numeric: tabular-nums; }
 th, td { padding: 5px 10px; text-align: right; border-bottom: 1px solid var(--line); white-space: nowrap; }
 section:not(.wide) :is(th, td) { padding: 5px 6px; }
@@ -58,6 +63,7 @@ pre { margin: 0 0 8px; white-space: pre-wrap; overflow-wrap: anywhere; font: 12p
   monospace; direction: ltr; unicode-bidi: isolate; color: var(--soft); }
 pre b { color: var(--good); }
 """
+STYLE = COLOURS + CHART_STYLE + _PAGE_STYLE
 
 
 def text(value: str) -> str:
@@ -72,13 +78,14 @@ def visible(value: str) -> str:
     )
 
 
-def write_html(path: Path, title: str, body: str) -> None:
-    """A whole page, atomically. `body` is markup."""
+def write_html(path: Path, title: str, body: str, reload_s: int | None = None) -> None:
+    """A whole page, atomically. `body` is markup; with `reload_s` an open page reads its file again every so many seconds."""
+    reload = "" if reload_s is None else f'<meta http-equiv="refresh" content="{reload_s}">'
     with atomic_path(path) as aside:
         aside.write_text(
             '<!doctype html><html lang="en"><head><meta charset="utf-8">'
             '<meta name="viewport" content="width=device-width, initial-scale=1">'
-            f"<title>{text(title)}</title><style>{STYLE}</style></head>"
+            f"{reload}<title>{text(title)}</title><style>{STYLE}</style></head>"
             f"<body><main>{body}</main></body></html>\n",
             encoding="utf-8",
         )
