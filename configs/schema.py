@@ -496,6 +496,8 @@ class TrainSection(Section):
     eval_samples: PositiveInt = 64
     """Validation documents replayed at each evaluation."""
     log_every: PositiveInt = 10
+    peak_tflops: float | None = Field(default=None, gt=0)
+    """Dense peak of one device in train.dtype, for speed/mfu; null: by the GPU's name, and no MFU where it is not known."""
     wandb_project: str | None = "dflash-drafters"
     """W&B project; offline without WANDB_API_KEY; null: local JSONL only."""
 

@@ -16,7 +16,7 @@ from common.distributed import Ranks, barrier, raise_together, sum_over_ranks
 from common.files import only_writer, write_json
 from common.fingerprint import require_equal
 from common.progress import Progress
-from configs.schema import Config
+from configs.schema import Config, TrainSection
 from data.features import FeatureSet, RowEntry, open_features
 from data.settings import require_same_data
 from drafter.model import Drafter
@@ -24,6 +24,7 @@ from target.head import TargetHead, load_target_head
 from train.batches import Batcher, MicroBatch, accumulation_steps, prefetched, samples_from
 from train.checkpoint import Checkpoints, TrainState
 from train.engine import DTYPES, Engine
+from train.flops import peak_tflops
 from train.full_state import plain_drafter
 from train.initialise import initial_drafter, require_same_target
 from train.objective import BatchSums
@@ -171,7 +172,7 @@ class Run:
         )
         self.state = TrainState()
         self.tracker: Tracker | None = None
-        self.clock = Clock()
+        self.clock = Clock(ranks.world_size, device_peak_tflops(train, ranks.device))
 
     def train(self, first_step: int) -> None:
         if first_step > 0:
@@ -282,6 +283,7 @@ class Run:
         self.clock.steps += 1
         self.clock.tokens += sums.tokens
         self.clock.blocks += sums.blocks
+        self.clock.flops += outcome.flops
 
     def is_due(self, every: int) -> bool:
         return self.state.step % every == 0 or self.state.step == self.config.train.steps
@@ -351,11 +353,24 @@ class Run:
         )
 
 
-class Clock:
-    """Seconds, steps, tokens and blocks since the last line, without evaluations and checkpoints."""
+def device_peak_tflops(train: TrainSection, device: torch.device) -> float | None:
+    """What MFU compares with: the recipe's number, or a known GPU's in bfloat16; None on a CPU."""
+    if train.peak_tflops is not None:
+        return train.peak_tflops
+    if device.type != "cuda" or train.dtype != "bfloat16":
+        return None
+    return peak_tflops(torch.cuda.get_device_name(device))
 
-    def __init__(self) -> None:
-        self.steps, self.tokens, self.blocks = 0, 0.0, 0.0
+
+class Clock:
+    """Seconds, steps, tokens, blocks and operations since the last line, without evaluations and checkpoints."""
+
+    def __init__(self, num_devices: int, peak_tflops: float | None) -> None:
+        self.num_devices, self.peak_tflops = num_devices, peak_tflops
+        self.reset()
+
+    def reset(self) -> None:
+        self.steps, self.tokens, self.blocks, self.flops = 0, 0.0, 0.0, 0.0
         self.start = time.monotonic()
 
     @contextlib.contextmanager
@@ -366,10 +381,14 @@ class Clock:
 
     def lap(self) -> dict[str, float]:
         elapsed = max(time.monotonic() - self.start, 1e-9)
+        tflops = self.flops / elapsed / self.num_devices / 1e12
         metrics = {
             "train/tokens_per_s": self.tokens / elapsed,
             "train/anchors_per_s": self.blocks / elapsed,
             "train/step_s": elapsed / max(1, self.steps),
+            "speed/tflops_per_s": tflops,
         }
-        self.__init__()
+        if self.peak_tflops is not None:
+            metrics["speed/mfu"] = tflops / self.peak_tflops
+        self.reset()
         return metrics

@@ -25,6 +25,7 @@ FREE = frozenset(
         "eval_every",
         "eval_samples",
         "log_every",
+        "peak_tflops",
         "wandb_project",
     }
 )

@@ -19,6 +19,7 @@ from configs.schema import Config
 from drafter.model import block_embeddings
 from train.batches import MicroBatch
 from train.engine import Engine
+from train.flops import train_flops, work_of_blocks
 from train.losses import LossMix, ce_weights
 from train.objective import BatchSums, micro_batch_loss
 from train.schedule import LossPhase, loss_phase
@@ -35,6 +36,8 @@ class StepOutcome:
     """The loss, and every gradient of every micro-batch."""
     stop_signals: Tensor
     """(2,), see StopRequest."""
+    flops: float
+    """Of forward and backward (train/flops.py), all ranks."""
 
     @property
     def is_stopping(self) -> bool:
@@ -59,6 +62,8 @@ class Stepper:
         self.config, self.engine, self.stop = config, engine, stop
         self.embedding, self.head = embedding, head
         self.mix = LossMix.from_recipe(config.train, config.drafter.block_size)
+        drafter = engine.drafter
+        self.frozen = {n for n, p in drafter.named_parameters() if not p.requires_grad}
 
     def accumulate(
         self, batches: Sequence[MicroBatch], step: int, mean_weight: float | None
@@ -76,16 +81,28 @@ class Stepper:
             )
             self.engine.backward(loss, last=index == len(batches) - 1)
             sums += own
-        flags = torch.cat(
-            [self.engine.take_not_finite()[None].double(), self.stop.received().to(device)]
-        )
-        total = sum_over_ranks(torch.cat([sums, flags])).cpu()
+        flops = torch.tensor([sum(map(self.flops, batches))], dtype=torch.float64)
+        others = [self.engine.take_not_finite()[None], flops, self.stop.received()]
+        total = sum_over_ranks(torch.cat([sums, *(part.to(sums) for part in others)])).cpu()
         batch_sums = BatchSums.of(total[: len(sums)])
+        not_finite, all_flops, *signals = total[len(sums) :].tolist()
         return StepOutcome(
             batch_sums,
-            is_finite=math.isfinite(batch_sums.loss) and total[len(sums)].item() == 0,
-            stop_signals=total[len(sums) + 1 :],
+            is_finite=math.isfinite(batch_sums.loss) and not_finite == 0,
+            stop_signals=torch.tensor(signals),
+            flops=all_flops,
         )
+
+    def flops(self, batch: MicroBatch) -> float:
+        """Forward and backward of a micro-batch; 0 for one without labels, which a rank only repeats."""
+        layout, live = batch.layout, batch.label_mask.any(-1)  # (B, N)
+        if not live.any():
+            return 0.0
+        context = int((layout.context_documents >= 0).sum())
+        anchors = layout.anchor_positions[live].tolist()
+        config = self.engine.drafter.config
+        work = work_of_blocks(config, context, anchors, config.block_size - 1)
+        return train_flops(config, work, len(self.head.weight), self.frozen)
 
     def normaliser(self, batches: Sequence[MicroBatch], mean_weight: float | None) -> float:
         """Supervised slots of the global batch times the mean weight. Raises ValueError if there is no slot."""

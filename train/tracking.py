@@ -29,6 +29,8 @@ METRICS = {
     "train/tokens_per_s": "document tokens a second, all ranks",
     "train/anchors_per_s": "blocks a second, all ranks",
     "train/step_s": "seconds a step",
+    "speed/tflops_per_s": "10^12 operations a second and device that training needs (train/flops.py); recomputation does not count",
+    "speed/mfu": "the same over the device's peak (train.peak_tflops, or known by the GPU's name); absent on a CPU",
     "validation/chain_acceptance": "acceptance length of the chain, macro mean over prompts",
     "validation/tree_acceptance_*": "acceptance length of the tree at budget *, macro mean over prompts",
     "validation/time_s": "seconds of this evaluation",
@@ -45,7 +47,14 @@ METRICS = {
 }
 """Name -> unit and meaning; `*` is a number. W&B makes a section of what stands before the slash."""
 TIMES = frozenset(
-    {"train/tokens_per_s", "train/anchors_per_s", "train/step_s", "validation/time_s"}
+    {
+        "train/tokens_per_s",
+        "train/anchors_per_s",
+        "train/step_s",
+        "speed/tflops_per_s",
+        "speed/mfu",
+        "validation/time_s",
+    }
 )
 """The only values that differ between two runs of one recipe on one machine."""
 
