@@ -27,8 +27,8 @@ import torch
 from safetensors.torch import save_file
 
 from common.files import sha256_file, write_json
+from data.feature_manifest import FeatureManifest, HeadEntry, ShardEntry
 from data.feature_shards import FeatureLayout, FeatureRow, write_shard
-from data.features import FeatureManifest, HeadEntry, ShardEntry
 from drafter.config import FULL, DrafterConfig
 from drafter.folder import load_drafter, write_drafter
 from drafter.weights import WEIGHTS_FILE, expected_shapes

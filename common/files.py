@@ -79,7 +79,12 @@ def _locked(file: IO[str]) -> bool:
 def write_json(path: Path, value: Any) -> None:
     """Atomic, keys in the given order, one trailing newline: equal values give equal bytes."""
     with atomic_path(path) as aside:
-        aside.write_text(json.dumps(value, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+        aside.write_text(json_text(value), encoding="utf-8")
+
+
+def json_text(value: Any) -> str:
+    """The one spelling of a JSON file."""
+    return json.dumps(value, indent=1, ensure_ascii=False) + "\n"
 
 
 def read_json(path: Path, remedy: str) -> Any:
@@ -88,14 +93,19 @@ def read_json(path: Path, remedy: str) -> Any:
         raise FileNotFoundError(f"{path} is missing; {remedy}")
     if not path.is_file():  # a pipe or a device would be read for ever
         raise ValueError(f"{path} is no file; {remedy}")
+    return parse_json(path.read_bytes(), path, remedy)
+
+
+def parse_json(data: bytes, path: Path | str, remedy: str) -> Any:
+    """The value of a file's bytes; `path` names it. Raises ValueError in one line that ends with `remedy`."""
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        return json.loads(data.decode("utf-8"))
     except ValueError as error:  # no UTF-8, no JSON, or an integer of thousands of digits
         raise ValueError(f"{path} is not valid JSON; {remedy}") from error
 
 
 @contextlib.contextmanager
-def fields_of(path: Path, remedy: str) -> Iterator[None]:
+def fields_of(path: Path | str, remedy: str) -> Iterator[None]:
     """For the lines that take a JSON file's value apart: what they miss or find of another kind is one line, a ValueError."""
     try:
         yield

@@ -7,9 +7,10 @@ a column of a row is limited to that (41,941 tokens of 5 x 5120 values in bf16, 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import BinaryIO
 
 import numpy as np
 import pyarrow as pa
@@ -18,7 +19,15 @@ import torch
 from torch import Tensor
 
 from configs.schema import Codec
-from data.codecs import BlobColumn, blob_columns, decode, encode
+from data.codecs import (
+    BlobColumn,
+    blob_columns,
+    check_columns,
+    decode,
+    decode_into,
+    decoded_dtype,
+    encode,
+)
 from data.soft_labels import TOKENS, SoftLabels, decode_soft, encode_soft, soft_columns
 
 SHARD_FORMAT, SHARD_VERSION = "dflash-feature-shard", "1"
@@ -44,6 +53,19 @@ class FeatureRow:
     soft_labels: SoftLabels | None = None
     """If the layout has them."""
 
+    def features_into(self, out: Tensor) -> None:
+        """Of the first tokens, as many as `out` (n, D, H) holds."""
+        out.copy_(self.features[: len(out)])
+
+    @property
+    def token_shape(self) -> tuple[int, int]:
+        """D, H."""
+        return self.features.shape[1], self.features.shape[2]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.features.dtype
+
 
 @dataclass(frozen=True)
 class FeatureLayout:
@@ -59,6 +81,52 @@ class FeatureLayout:
     def columns(self) -> tuple[BlobColumn, ...]:
         features = blob_columns(self.codec, self.num_taps, self.hidden_size)
         return features + soft_columns(self.num_soft_labels)
+
+
+@dataclass(frozen=True)
+class StoredRow:
+    """A FeatureRow whose features are still in the shard's bytes: decoded once, where they are wanted, and no more than that."""
+
+    sample_id: str
+    source: str
+    task: str
+    split: str
+    input_ids: Tensor
+    loss_mask: Tensor
+    columns: Mapping[str, Tensor]
+    """What data/codecs.py decodes, (S, bytes) uint8 each, over the file's own memory."""
+    layout: FeatureLayout
+    soft_labels: SoftLabels | None = None
+
+    def decoded(self) -> FeatureRow:
+        """Features of fp32 and bf16 are views of the columns."""
+        num_taps, hidden_size = self.token_shape
+        return FeatureRow(
+            sample_id=self.sample_id,
+            source=self.source,
+            task=self.task,
+            split=self.split,
+            input_ids=self.input_ids,
+            loss_mask=self.loss_mask,
+            features=decode(
+                self.columns, len(self.input_ids), num_taps, hidden_size, self.layout.codec
+            ),
+            soft_labels=self.soft_labels,
+        )
+
+    def features_into(self, out: Tensor) -> None:
+        """Of the first tokens, as many as `out` (n, D, H) holds: contiguous, of `dtype`, pinned or a batch's own memory."""
+        first = {name: column[: len(out)] for name, column in self.columns.items()}
+        decode_into(first, out, self.layout.codec)
+
+    @property
+    def token_shape(self) -> tuple[int, int]:
+        """D, H."""
+        return self.layout.num_taps, self.layout.hidden_size
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return decoded_dtype(self.layout.codec)
 
 
 def write_shard(path: Path, rows: Sequence[FeatureRow], layout: FeatureLayout) -> None:
@@ -81,9 +149,9 @@ def write_shard(path: Path, rows: Sequence[FeatureRow], layout: FeatureLayout) -
             writer.write_table(_table(row, layout, schema), row_group_size=1)
 
 
-def open_shard(path: Path) -> pq.ParquetFile:
+def open_shard(source: Path | BinaryIO) -> pq.ParquetFile:
     """Raises pyarrow.ArrowException or OSError if the file is no whole Parquet file."""
-    return pq.ParquetFile(path, page_checksum_verification=True)
+    return pq.ParquetFile(source, page_checksum_verification=True)
 
 
 def read_row(file: pq.ParquetFile, row: int, layout: FeatureLayout) -> FeatureRow:
@@ -91,6 +159,11 @@ def read_row(file: pq.ParquetFile, row: int, layout: FeatureLayout) -> FeatureRo
 
     Raises ValueError, pyarrow.ArrowException or OSError if the row is not what the layout says.
     """
+    return read_stored_row(file, row, layout).decoded()
+
+
+def read_stored_row(file: pq.ParquetFile, row: int, layout: FeatureLayout) -> StoredRow:
+    """`read_row` before its features are decoded; their columns are checked. Raises likewise."""
     table = _row_group(file, row)
     if table.num_rows != 1 or not {*TEXT_COLUMNS, "input_ids", "loss_mask"} <= {
         *table.column_names
@@ -102,8 +175,9 @@ def read_row(file: pq.ParquetFile, row: int, layout: FeatureLayout) -> FeatureRo
         for column in layout.columns
         if column.name in table.column_names
     }
+    check_columns(blobs, len(input_ids), layout.num_taps, layout.hidden_size, layout.codec)
     sample_id, source, task, split = (table.column(name)[0].as_py() for name in TEXT_COLUMNS)
-    return FeatureRow(
+    return StoredRow(
         sample_id=sample_id,
         source=source,
         task=task,
@@ -112,7 +186,8 @@ def read_row(file: pq.ParquetFile, row: int, layout: FeatureLayout) -> FeatureRo
         loss_mask=torch.from_numpy(
             np.array(_list(table, "loss_mask").to_numpy(zero_copy_only=False))
         ),
-        features=decode(blobs, len(input_ids), layout.num_taps, layout.hidden_size, layout.codec),
+        columns=blobs,
+        layout=layout,
         soft_labels=decode_soft(blobs, len(input_ids), layout.num_soft_labels)
         if layout.num_soft_labels
         else None,

@@ -20,8 +20,8 @@ from common.files import atomic_path, remove_leftovers, sha256_file
 from common.progress import Progress
 from configs.schema import Config
 from data.corpus import CorpusRow, iter_corpus
+from data.feature_manifest import QuarantinedRow, ShardEntry
 from data.feature_shards import FeatureLayout, FeatureRow, write_shard
-from data.features import QuarantinedRow, ShardEntry
 from data.soft_labels import SoftLabels
 from extract.batches import CorpusSlice, cut_shards, length_batches, shard_tokens
 from extract.checks import (

@@ -20,13 +20,14 @@ from common.files import fields_of, read_json, sha256_file, write_json
 from common.fingerprint import fingerprint, require_equal
 from configs.schema import Config
 from data.corpus import CorpusManifest, read_corpus_manifest
-from data.features import (
+from data.feature_manifest import (
     FeatureManifest,
     HeadEntry,
     QuarantinedRow,
     ShardEntry,
     manifest_path,
     read_feature_manifest,
+    write_feature_manifest,
     wrong_files,
 )
 from data.settings import require_same_data
@@ -109,7 +110,7 @@ def is_complete(work: ExtractWork) -> bool:
     """Whether the manifest and every file it lists are there. Raises ValueError if other settings made it."""
     if not manifest_path(work.folder).is_file():
         return False
-    manifest = read_feature_manifest(work.folder)
+    manifest = read_feature_manifest(work.folder, with_rows=False)
     require_equal(f"the manifest in {work.folder}", manifest.settings, work.settings, REMEDY)
     return not wrong_files(work.folder, manifest)
 
@@ -168,13 +169,15 @@ def finish_work(work: ExtractWork, num_shards: int, max_quarantined: float) -> F
     num_rows = sum(record.shard.num_rows for record in records)
     assert num_rows + len(quarantined) == work.corpus.num_rows, "rows were lost"
     require_few(quarantined, work.corpus.num_rows, max_quarantined)
-    manifest = FeatureManifest(
-        settings=work.settings,
-        shards=[record.shard for record in records],
-        quarantined=quarantined,
-        head=HeadEntry(HEAD_FILE, sha256_file(work.folder / HEAD_FILE)),
+    manifest = write_feature_manifest(
+        work.folder,
+        FeatureManifest(
+            settings=work.settings,
+            shards=[record.shard for record in records],
+            quarantined=quarantined,
+            head=HeadEntry(HEAD_FILE, sha256_file(work.folder / HEAD_FILE)),
+        ),
     )
-    write_json(manifest_path(work.folder), manifest.to_json())
     clear_sidecars(work.folder)
     return manifest
 

@@ -19,8 +19,8 @@ from safetensors.torch import load_file, save_file
 import export.stage
 from common.files import sha256_file, write_json
 from configs.schema import AcceptorName, Config
+from data.feature_manifest import FeatureManifest, HeadEntry, ShardEntry, manifest_path
 from data.feature_shards import FeatureLayout, FeatureRow, write_shard
-from data.features import FeatureManifest, HeadEntry, ShardEntry, manifest_path
 from drafter.config import DrafterConfig, drafter_config
 from drafter.folder import drafter_fingerprint, load_drafter, write_drafter
 from drafter.weights import expected_shapes

@@ -17,7 +17,8 @@ import yaml
 import extract.run as stage
 from common.distributed import Ranks
 from data.corpus import CorpusRow, write_corpus
-from data.features import manifest_path, open_features, read_feature_manifest, verify_features
+from data.feature_manifest import manifest_path, read_feature_manifest
+from data.features import open_features, verify_features
 from data.settings import data_recipe
 from extract.run import run_extract
 from extract.work import open_work, plan_work
@@ -110,10 +111,11 @@ def test_manifest_carries_the_settings_and_counts_every_row(make_run):
     assert sum(shard.num_tokens for shard in manifest.shards) == sum(r.num_tokens for r in rows)
     assert {path.name for path in features_of(config).iterdir()} == {
         "manifest.json",
+        "rows.parquet",
         "target_head.safetensors",
         *(shard.file for shard in manifest.shards),
     }
-    assert verify_features(features_of(config)) == len(manifest.shards) + 1
+    assert verify_features(features_of(config)) == len(manifest.shards) + 2
 
 
 @pytest.mark.parametrize("world_size", [2, 3])

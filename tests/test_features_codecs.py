@@ -1,13 +1,17 @@
 """Codecs: lossless ones give back every bit, fp8 keeps its error bound."""
 
+import math
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from data.codecs import blob_columns, decode, decoded_dtype, encode
+from data import codecs
+from data.codecs import blob_columns, decode, decode_into, decoded_dtype, encode
 
 CODECS = ("fp32", "bf16", "bf16-planes", "fp8")
+BF16_MAX = torch.finfo(torch.bfloat16).max
 
 
 def round_trip(features, codec):
@@ -17,7 +21,11 @@ def round_trip(features, codec):
     assert torch.equal(features.view(torch.uint8), before.view(torch.uint8))  # left as they were
     for column in blob_columns(codec, num_taps, hidden_size):
         assert columns[column.name].shape == (num_tokens, column.bytes_per_token)
-    return decode(columns, num_tokens, num_taps, hidden_size, codec)
+    decoded = decode(columns, num_tokens, num_taps, hidden_size, codec)
+    out = torch.full(features.shape, math.nan, dtype=decoded_dtype(codec))
+    decode_into(columns, out, codec)
+    assert torch.equal(out.view(torch.uint8), decoded.view(torch.uint8))
+    return decoded
 
 
 @settings(max_examples=60, deadline=None)
@@ -130,3 +138,67 @@ def test_fp8_rows_longer_than_a_step_are_what_their_tokens_are_alone():
     whole = round_trip(features, "fp8")
     alone = torch.cat([round_trip(features[i : i + 1], "fp8") for i in range(150)])
     assert torch.equal(whole, alone)
+
+
+def special_values():
+    """(1, 1, H) float32: what IEEE has besides normal numbers, NaN payloads and both signs among them."""
+    bits = [0, 1, 0x7FFFFF, 0x800000, 0x7F7FFFFF, 0x7F800000, 0x7F800001, 0x7FC00000, 0x7FFFFFFF]
+    bits += [value - 2**31 for value in bits]  # the same with the sign set
+    return torch.tensor(bits, dtype=torch.int32).view(torch.float32).view(1, 1, -1)
+
+
+def test_fp32_keeps_nan_payloads_infinities_signed_zeros_and_denormals():
+    values = special_values()
+    assert torch.equal(
+        round_trip(values, "fp32").view(torch.int32), values.clone().view(torch.int32)
+    )
+
+
+@pytest.mark.parametrize(
+    ("value", "wanted"),
+    [
+        (BF16_MAX, BF16_MAX),  # the scale takes the overflow: nothing saturates
+        (1e-38, 1e-38),
+        (
+            1e-45,
+            1e-45,
+        ),  # a float32 denormal: below bf16's smallest step it may become zero, never larger
+        (0.0, 0.0),
+        (-0.0, 0.0),
+    ],
+)
+def test_fp8_at_the_ends_of_its_range(value, wanted):
+    features = torch.full((1, 1, 4), value)
+    decoded = round_trip(features, "fp8").float()
+    assert decoded.isfinite().all()
+    assert torch.allclose(decoded, torch.full((1, 1, 4), wanted), rtol=2**-4, atol=1e-38)
+
+
+def test_fp8_takes_a_scale_for_every_token_and_tap():
+    """A loud token or tap costs its neighbours nothing."""
+    features = torch.ones(3, 2, 8)
+    features[1, 0] = 1e6
+    features[2, 1] = 1e-6
+    decoded = round_trip(features, "fp8").float()
+    assert torch.allclose(decoded, features, rtol=2**-8)
+
+
+@pytest.mark.parametrize("codec", CODECS)
+def test_the_first_tokens_alone_are_decoded_into_the_middle_of_a_batch(codec):
+    features = torch.randn(9, 2, 16, generator=torch.Generator().manual_seed(3)).bfloat16()
+    columns = {name: column[:5] for name, column in encode(features, codec).items()}
+    batch = torch.full((2, 12, 2, 16), 7.0, dtype=decoded_dtype(codec))
+    decode_into(columns, batch[1, 4:9], codec)
+    whole = decode(encode(features, codec), 9, 2, 16, codec)
+    assert torch.equal(batch[1, 4:9], whole[:5])
+    batch[1, 4:9] = 7.0
+    assert (batch == 7.0).all()  # nothing else was touched
+
+
+@pytest.mark.parametrize("codec", CODECS)
+@pytest.mark.parametrize("step", [1, 32, 100, 10**9])
+def test_steps_change_no_bit(codec, step, monkeypatch):
+    features = torch.randn(13, 2, 16, generator=torch.Generator().manual_seed(4)).bfloat16()
+    whole = round_trip(features, codec)
+    monkeypatch.setattr(codecs, "STEP_VALUES", step)
+    assert torch.equal(round_trip(features, codec), whole)

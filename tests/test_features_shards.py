@@ -1,6 +1,5 @@
 """Feature shards on disk: what was written is read, equal rows are equal bytes, damage is named."""
 
-import json
 from dataclasses import replace
 
 import pyarrow.parquet as pq
@@ -8,16 +7,17 @@ import pytest
 import torch
 
 from common.files import sha256_file, write_json
-from data.feature_shards import CHUNK_TOKENS, FeatureLayout, FeatureRow, write_shard
-from data.features import (
+from data.feature_manifest import (
     FeatureManifest,
     HeadEntry,
     QuarantinedRow,
     ShardEntry,
     manifest_path,
-    open_features,
-    verify_features,
+    read_feature_manifest,
+    write_feature_manifest,
 )
+from data.feature_shards import CHUNK_TOKENS, FeatureLayout, FeatureRow, write_shard
+from data.features import open_features, verify_features
 
 NUM_TAPS, HIDDEN = 2, 8
 LENGTHS = ((5, 9, 3), (7, 4))
@@ -76,7 +76,7 @@ def write_set(folder, codec, lengths=LENGTHS):
         [QuarantinedRow("x", "shard-000000.parquet", "why")],
         HeadEntry(head.name, sha256_file(head)),
     )
-    write_json(manifest_path(folder), manifest.to_json())
+    write_feature_manifest(folder, manifest)
     return written
 
 
@@ -122,6 +122,21 @@ def test_equal_rows_give_equal_bytes(tmp_path, codec):
     write_set(tmp_path / "b", codec)
     for file in sorted((tmp_path / "a").iterdir()):
         assert file.read_bytes() == (tmp_path / "b" / file.name).read_bytes()
+
+
+@pytest.mark.parametrize("codec", ["fp32", "bf16", "bf16-planes", "fp8"])
+def test_a_stored_row_decodes_its_first_tokens_where_they_are_wanted(tmp_path, codec):
+    write_set(tmp_path / "features", codec)
+    features = open_features(tmp_path / "features")
+    entry = features.entries[1]
+    whole, stored = features.read(entry), features.read_stored(entry)
+    assert_same_row(stored.decoded(), whole)
+    assert (stored.dtype, stored.token_shape) == (whole.dtype, whole.token_shape)
+    for row in (stored, whole):
+        out = torch.zeros(6, NUM_TAPS, HIDDEN, dtype=row.dtype)
+        row.features_into(out[:4])
+        assert torch.equal(out[:4], whole.features[:4])
+        assert not out[4:].any()
 
 
 @pytest.mark.parametrize("num_tokens", [1, CHUNK_TOKENS, CHUNK_TOKENS + 1, 3 * CHUNK_TOKENS - 1])
@@ -173,7 +188,7 @@ def test_opening_opens_no_shard_and_reading_keeps_few_open(tmp_path):
 def test_a_flipped_bit_is_named_by_verify_and_by_reading(tmp_path, codec):
     folder = tmp_path / "features"
     write_set(folder, codec)
-    assert verify_features(folder) == 3
+    assert verify_features(folder) == 4
     path = folder / "shard-000001.parquet"
     data = bytearray(path.read_bytes())
     name = b"features" if codec == "bf16" else b"features_low"
@@ -230,7 +245,7 @@ def test_no_manifest_and_other_manifests_say_what_to_do(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"launch\.sh extract"):
         open_features(tmp_path)
     write_json(manifest_path(tmp_path), {"format": "dflash-corpus", "version": 1})
-    with pytest.raises(ValueError, match="no dflash-features manifest of version 1"):
+    with pytest.raises(ValueError, match="no dflash-features manifest of version 1 or 2"):
         open_features(tmp_path)
     write_json(manifest_path(tmp_path), {"format": "dflash-features", "version": 1})
     with pytest.raises(ValueError, match="settings"):
@@ -240,7 +255,7 @@ def test_no_manifest_and_other_manifests_say_what_to_do(tmp_path):
 def test_a_manifest_with_other_fields_says_what_to_do(tmp_path):
     folder = tmp_path / "features"
     write_set(folder, "bf16")
-    whole = json.loads(manifest_path(folder).read_text())
+    whole = read_feature_manifest(folder).to_json()  # version 1 holds the rows
     shard = whole["shards"][0]
     for changed in (
         {"settings": {}},

@@ -20,8 +20,8 @@ from common.distributed import Ranks, distributed
 from common.files import sha256_file, write_json
 from configs.load import load_config
 from configs.schema import Config
+from data.feature_manifest import FeatureManifest, HeadEntry, ShardEntry
 from data.feature_shards import FeatureLayout, FeatureRow, write_shard
-from data.features import FeatureManifest, HeadEntry, ShardEntry
 from data.soft_labels import SoftLabels
 from train.loop import Run, train_drafter
 from train.tracking import TIMES

@@ -19,10 +19,13 @@ import torch
 from torch import Tensor
 
 from configs.schema import TrainSection
-from data.features import FeatureRow, FeatureSet, RowEntry
+from data.feature_shards import FeatureRow, StoredRow
+from data.features import FeatureSet, RowEntry
 from data.soft_labels import SoftLabels
 from drafter.masks import BlockLayout
 from train.anchors import Anchors, sample_anchors
+
+AnyRow = FeatureRow | StoredRow
 
 
 @dataclass(frozen=True)
@@ -179,7 +182,7 @@ class Batcher:
     def _read(self, samples: Sequence[Sample]) -> MicroBatch:
         rows, anchors = [], []
         for sample in samples:
-            row = self.features.read(sample.entry)
+            row = self.features.read_stored(sample.entry)  # decoded into the batch, below
             limit = self.train.max_tokens
             rows.append(row)
             anchors.append(
@@ -215,7 +218,7 @@ class _Place:
     document: int = 0
 
 
-def collate(rows: Sequence[FeatureRow], anchors: Sequence[Anchors], max_tokens: int) -> MicroBatch:
+def collate(rows: Sequence[AnyRow], anchors: Sequence[Anchors], max_tokens: int) -> MicroBatch:
     """Right-pad documents and their blocks, a row each.
 
     Context ends where the last block starts: nothing later is ever attended.
@@ -225,7 +228,7 @@ def collate(rows: Sequence[FeatureRow], anchors: Sequence[Anchors], max_tokens: 
 
 
 def pack(
-    rows: Sequence[FeatureRow],
+    rows: Sequence[AnyRow],
     anchors: Sequence[Anchors],
     max_tokens: int,
     pack_tokens: int,
@@ -242,7 +245,7 @@ def pack(
 
 
 def _fill(
-    rows: Sequence[FeatureRow],
+    rows: Sequence[AnyRow],
     anchors: Sequence[Anchors],
     max_tokens: int,
     shape: tuple[int, int, int],
@@ -251,7 +254,12 @@ def _fill(
     """shape: (B, S, N); what no document fills is padding."""
     size, num_tokens, num_anchors = shape
     num_slots = anchors[0].labels.shape[1]
-    features = rows[0].features.new_zeros((size, num_tokens, *rows[0].features.shape[1:]))
+    # pinned, so that the copy to a GPU runs beside its work; features are decoded straight into it
+    features = torch.zeros(
+        (size, num_tokens, *rows[0].token_shape),
+        dtype=rows[0].dtype,
+        pin_memory=torch.cuda.is_available(),
+    )
     positions = torch.arange(num_tokens).expand(size, -1).contiguous()
     documents = torch.full((size, num_tokens), -1)
     anchor_positions = torch.zeros((size, num_anchors), dtype=torch.int64)
@@ -263,7 +271,7 @@ def _fill(
         length = _num_context(chosen)
         tokens = slice(at.token, at.token + length)
         blocks = slice(at.block, at.block + len(chosen.positions))
-        features[at.row, tokens] = row.features[:length]
+        row.features_into(features[at.row, tokens])
         positions[at.row, tokens] = torch.arange(length)
         documents[at.row, tokens] = at.document
         anchor_positions[at.row, blocks] = chosen.positions
@@ -286,7 +294,7 @@ def _fill(
 
 
 def _soft_labels(
-    rows: Sequence[FeatureRow],
+    rows: Sequence[AnyRow],
     anchors: Sequence[Anchors],
     shape: torch.Size,
     places: Sequence[_Place],

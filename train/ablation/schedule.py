@@ -15,7 +15,7 @@ from typing import IO
 import torch
 
 from common.progress import Progress
-from data.features import manifest_path
+from data.feature_manifest import manifest_path
 from train.ablation.runs import AblationRun, base_config
 from train.ablation.settings import Ablation
 
