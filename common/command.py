@@ -60,14 +60,19 @@ def run_command(
         if options.debug:
             raise
         if _on_another_machine(error.rank):
-            print(f"error: {error}", file=sys.stderr)
+            say_error(str(error))
         sys.exit(error.exit_code)
     # OSError: a full disk, a read-only folder, a path that is a file
     except (ValueError, OSError) as error:
         if options.debug:
             raise
-        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+        say_error(str(error))
         sys.exit(2)
+
+
+def say_error(message: str) -> None:
+    """One line on stderr."""
+    print(f"error: {' '.join(message.split())}", file=sys.stderr, flush=True)
 
 
 def _on_another_machine(rank: int) -> bool:

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from common.command import StoppedElsewhere
+from common.lifeline import Lifeline
 
 
 @dataclass(frozen=True)
@@ -37,7 +38,8 @@ def rank_from_environment() -> int:
 def distributed(cpu_threads: int, timeout_s: float = 1800.0) -> Iterator[Ranks]:
     """The ranks of this process, for a stage's whole life. One process needs no launcher and no process group.
 
-    Under torchrun or deepspeed a gloo (CPU) or nccl (CUDA) group is made, and left on the way out so that no rank hangs.
+    Under torchrun or deepspeed a gloo (CPU) or nccl (CUDA) group is made, and left on the way out so that no rank hangs. A
+    rank that dies ends the others within seconds (common/lifeline.py).
     """
     world = int(os.environ.get("WORLD_SIZE", "1"))
     local = int(os.environ.get("LOCAL_RANK", "0"))
@@ -58,8 +60,10 @@ def distributed(cpu_threads: int, timeout_s: float = 1800.0) -> Iterator[Ranks]:
             "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
             timeout=datetime.timedelta(seconds=timeout_s),
         )
+    rank = rank_from_environment()
     try:
-        yield Ranks(rank_from_environment(), world, local, device)
+        with Lifeline(rank, world) if world > 1 else contextlib.nullcontext():
+            yield Ranks(rank, world, local, device)
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()

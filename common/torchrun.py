@@ -6,11 +6,22 @@
 from __future__ import annotations
 
 import logging
+import signal
+import socket
 import sys
 
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.run import parse_args, run
+
+from common.command import say_error
+
+CAUSES: dict[int, str] = {
+    signal.SIGKILL: " (by hand, or by the system for memory: see dmesg)",
+    signal.SIGSEGV: " (a fault in native code)",
+    signal.SIGABRT: " (an assertion in native code, see above)",
+}
+"""What usually sends a signal that no rank sends itself."""
 
 
 def main() -> None:
@@ -18,9 +29,20 @@ def main() -> None:
     try:
         run(parse_args(sys.argv[1:]))
     except ChildFailedError as error:
-        _, failure = error.get_first_failure()
+        # a death first: the others' errors come from it; SIGTERM last: this launcher sends it
+        rank, failure = min(
+            error.failures.items(),
+            key=lambda found: (
+                found[1].exitcode == -signal.SIGTERM,
+                found[1].exitcode > 0,
+                found[0],
+            ),
+        )
         if failure.exitcode < 0:
-            logging.error("rank %d was ended by signal %d", failure.local_rank, -failure.exitcode)
+            say_error(
+                f"rank {rank} on {socket.gethostname()} (process {failure.pid}) was ended by {failure.signal_name()}"
+                f"{CAUSES.get(-failure.exitcode, '')}; the same command continues from what is saved"
+            )
         sys.exit(failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode)
     except SignalException as error:
         sys.exit(128 + int(error.sigval))
