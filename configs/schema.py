@@ -398,6 +398,12 @@ class ExtractSection(Section):
     """Raw feature bytes a shard aims at, before compression."""
     batch_tokens: PositiveInt = 16_384
     """Padded tokens a target forward."""
+    max_padding: Fraction = 0.05
+    """A row joins a batch while padding is at most this share of it; 1: batches are filled up to batch_tokens."""
+    writers: PositiveInt = 2
+    """Threads of a worker that encode, compress and store shards; each holds one. More for a bucket that answers slowly."""
+    lease_s: float = Field(default=60.0, gt=0)
+    """A worker on another machine that was silent for so long is taken for dead, and its shards are made by others."""
     max_quarantined: Fraction = 0.01
     """Stop when more than this share of rows fails its checks."""
     soft_labels: int = Field(default=0, ge=0, le=1024)
