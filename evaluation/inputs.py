@@ -85,7 +85,7 @@ def find_drafter(config: Config, folder: Path | None) -> DrafterSource:
 
 def open_test_features(config: Config) -> FeatureSet:
     """The run's features. Raises if they are missing, of another target or other taps, or have no test rows."""
-    folder = config.run.folder / "features"
+    folder = config.features_location
     features = open_features(folder)
     require_equal(
         f"the features in {folder}",

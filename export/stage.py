@@ -62,7 +62,7 @@ def export_drafter(
     """
     run, target = config.run.folder, target_folder(config.target)
     checkpoint = resolve_checkpoint(run / "checkpoints", config.export.checkpoint)
-    features = open_features(run / "features")
+    features = open_features(config.features_location)
     check_settings(config, checkpoint, features)
     name = config.export.base_model or config.target.model
     output = Output(
@@ -83,7 +83,7 @@ def export_drafter(
             job = VerifyJob(
                 aside,
                 checkpoint,
-                features.folder,
+                features.location,
                 target,
                 config.export.verify_rows,
                 config.run.cpu_threads,
@@ -115,7 +115,7 @@ def check_settings(config: Config, checkpoint: Path, features: FeatureSet) -> No
         "num_layers": config.target.num_layers,
         "vocab_size": config.target.vocab_size,
     }
-    require_equal(f"the features in {features.folder}", features.settings, wanted, remedy)
+    require_equal(f"the features in {features.location}", features.settings, wanted, remedy)
 
 
 def card_facts(config: Config, checkpoint: Path, features: FeatureSet, output: Output) -> CardFacts:

@@ -42,7 +42,7 @@ VOCABULARY_SLICE = 16_384
 class VerifyJob:
     export: Path
     checkpoint: Path
-    features: Path
+    features: Path | str
     target: Path
     """The target's folder, whose embedding and head must be those that the features were made with."""
     num_rows: int

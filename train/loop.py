@@ -86,11 +86,11 @@ def _train(config: Config, ranks: Ranks, inputs: Inputs) -> None:
 
 
 def read_inputs(config: Config) -> Inputs:
-    features = open_features(config.run.folder / "features")
+    features = open_features(config.features_location)
     named = ("model", "revision", "chat_template_kwargs")  # the target's files need not be here
     target = config.target.model_dump(mode="json")
     require_equal(
-        f"features in {features.folder}",
+        f"features in {features.location}",
         {
             "drafter.target_layer_ids": features.target_layer_ids,
             "target.hidden_size": features.hidden_size,
@@ -103,15 +103,15 @@ def read_inputs(config: Config) -> Inputs:
         },
         "set it to the same value, or extract again into another run.output_dir",
     )
-    require_same_data(f"features in {features.folder}", features.settings, config.data)
+    require_same_data(f"features in {features.location}", features.settings, config.data)
     if config.train.needs_soft_labels and not features.layout.num_soft_labels:
         raise ValueError(
             f"train.loss={config.train.loss} with train.soft_label_share={config.train.soft_label_share} needs soft labels, "
-            f"and the features in {features.folder} have none; extract with extract.soft_labels=16 into another run.output_dir"
+            f"and the features in {features.location} have none; extract with extract.soft_labels=16 into another run.output_dir"
         )
     if config.train.needs_soft_labels:
         require_equal(
-            f"features in {features.folder}",
+            f"features in {features.location}",
             {f"extract.{key}": value for key, value in features.settings.items()},
             {
                 "extract.soft_labels": config.extract.soft_labels,
@@ -122,13 +122,13 @@ def read_inputs(config: Config) -> Inputs:
     entries = features.of_split("train")
     if not entries:
         raise ValueError(
-            f"{features.folder} has no rows of split `train`; lower data.test_fraction or add sources"
+            f"{features.location} has no rows of split `train`; lower data.test_fraction or add sources"
         )
     return Inputs(
         features,
         entries,
         features.of_split("validation")[: config.train.eval_samples],
-        run_settings(config, features.folder),
+        run_settings(config, features.location),
         Checkpoints(config.run.folder / "checkpoints", config.train.keep_checkpoints),
     )
 
@@ -162,7 +162,7 @@ class Run:
         )
         # its own feature set: it is read in another thread
         self.batcher = Batcher(
-            open_features(inputs.features.folder),
+            open_features(inputs.features.location),
             inputs.entries,
             train,
             config.drafter.block_size,

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
-from common.files import read_json
+from common.files import parse_json
 from common.fingerprint import fingerprint, require_equal
+from common.storage import open_storage
 from configs.schema import Config, TrainSection
+from data.feature_manifest import MANIFEST_FILE
+from data.feature_manifest import REMEDY as FEATURES_REMEDY
 from train.checkpoint import Checkpoints, IndexEntry, TrainState
 from train.schedule import is_settled
 
@@ -41,10 +43,12 @@ REMEDY = (
 )
 
 
-def run_settings(config: Config, features_folder: Path) -> dict[str, Any]:
-    """What a checkpoint must agree on with the run that continues it, flat, JSON values."""
+def run_settings(config: Config, features: str) -> dict[str, Any]:
+    """What a checkpoint must agree on with the run that continues it, flat, JSON values. features: their location."""
     train = config.train.model_dump(mode="json")
-    manifest = read_json(features_folder / "manifest.json", "run the extract stage first")
+    storage = open_storage(features)
+    path = storage.location(MANIFEST_FILE)
+    manifest = parse_json(storage.read(MANIFEST_FILE), path, FEATURES_REMEDY)
     return {
         **{
             f"drafter.{key}": value for key, value in config.drafter.model_dump(mode="json").items()

@@ -77,7 +77,7 @@ def divide_prompts(features: FeatureSet, ablation: Ablation) -> PromptSets:
     for name in ("fit", "judge"):
         if not vars(sets)[name]:
             raise ValueError(
-                f"no held-out row falls into the {name} set; the features in {features.folder} need more rows of the "
+                f"no held-out row falls into the {name} set; the features in {features.location} need more rows of the "
                 "validation and test splits (data.validation_fraction, data.test_fraction)"
             )
     limit = ablation.max_prompts
@@ -98,7 +98,7 @@ def read_judgement(run: AblationRun, prompts: PromptSet) -> Judgement:
 def judge_run(run: AblationRun, prompts: PromptSet, ranks: Ranks) -> None:
     """Write the judgement of a finished run, if there is none yet of the same drafter, prompts and settings."""
     config, ablation = run.config(), run.ablation
-    features = open_features(run.folder / "features")
+    features = open_features(run.config().features_location)
     sets = divide_prompts(features, ablation)
     if is_judged(run, prompts, sets):
         return
@@ -145,7 +145,7 @@ def is_trained(run: AblationRun) -> bool:
     if not entries or entries[-1].step != run.num_steps:
         return False
     _, found = checkpoints.read_state(entries[-1])
-    features = base_config(run.ablation).run.folder / "features"
+    features = base_config(run.ablation).features_location
     return same_run(found, run_settings(run.config(), features))
 
 

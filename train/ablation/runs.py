@@ -62,7 +62,9 @@ class AblationRun:
         ]
 
     def share_features(self) -> None:
-        """Link the base recipe's features into the run's folder."""
+        """Link the base recipe's features into the run's folder, unless its extract.folder names them already."""
+        if base_config(self.ablation).extract.folder is not None:
+            return
         link = self.folder / "features"
         base = base_config(self.ablation).run.folder / "features"
         link.parent.mkdir(parents=True, exist_ok=True)

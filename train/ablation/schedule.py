@@ -15,7 +15,8 @@ from typing import IO
 import torch
 
 from common.progress import Progress
-from data.feature_manifest import manifest_path
+from common.storage import open_storage
+from data.feature_manifest import MANIFEST_FILE
 from train.ablation.runs import AblationRun, base_config
 from train.ablation.settings import Ablation
 
@@ -59,8 +60,7 @@ def run_all(
 
 def make_features(ablation: Ablation) -> None:
     """Run data and extract for the base recipe if its features are not there. Raises ValueError if a stage fails."""
-    folder = base_config(ablation).run.folder / "features"
-    if manifest_path(folder).is_file():
+    if open_storage(base_config(ablation).features_location).exists(MANIFEST_FILE):
         return
     for stage in ("data", "extract"):
         command = [sys.executable, "-m", stage, str(ablation.recipe), *ablation.overrides]
