@@ -17,12 +17,12 @@ from train.anchors import anchor_candidates
 from train.batches import (
     Batcher,
     MicroBatch,
-    Sample,
     cut_micro_batches,
     cut_packs,
     prefetched,
-    samples_from,
 )
+from train.order import FullOrder, Sample
+from train.sources import ShardSource
 
 
 @pytest.fixture(scope="module")
@@ -38,12 +38,13 @@ def entries(count: int) -> list[RowEntry]:
 
 def batcher(config: Config, rank: int = 0, world_size: int = 1) -> Batcher:
     features = open_features(config.run.folder / "features")
-    return Batcher(features, features.of_split("train"), config.train, 5, 0, rank, world_size)
+    source, order = ShardSource(features), FullOrder(features.of_split("train"), 0)
+    return Batcher(source, order, config.train, 5, 0, rank, world_size)
 
 
 def test_every_epoch_is_a_permutation_and_batches_roll_over_its_end() -> None:
     rows = entries(7)
-    sequence = [s for at in range(0, 21, 3) for s in samples_from(rows, 0, at, 3)]
+    sequence = [s for at in range(0, 21, 3) for s in FullOrder(rows, 0).samples(at, 3)]
     for epoch in range(3):
         part = sequence[7 * epoch : 7 * epoch + 7]
         assert {s.entry.sample_id for s in part} == {row.sample_id for row in rows}
@@ -54,12 +55,12 @@ def test_every_epoch_is_a_permutation_and_batches_roll_over_its_end() -> None:
 
 def test_any_batch_size_continues_the_same_sequence() -> None:
     rows = entries(9)
-    one_by_one = [samples_from(rows, 3, at, 1)[0] for at in range(30)]
-    assert samples_from(rows, 3, 5, 25) == one_by_one[5:30]
+    one_by_one = [FullOrder(rows, 3).samples(at, 1)[0] for at in range(30)]
+    assert FullOrder(rows, 3).samples(5, 25) == one_by_one[5:30]
 
 
 def test_micro_batches_hold_the_batch_and_waste_little() -> None:
-    samples = samples_from(entries(40), 0, 0, 24)
+    samples = FullOrder(entries(40), 0).samples(0, 24)
     cut = cut_micro_batches(samples, 4, max_tokens=25)
     assert Counter(s for part in cut for s in part) == Counter(samples)
     lengths = [[min(s.entry.num_tokens, 25) for s in part] for part in cut]
@@ -137,7 +138,7 @@ def test_a_pack_is_full_in_tokens_or_in_blocks() -> None:
     """First fit: no document of a later pack would have fitted into an earlier one."""
     rows = [replace(row, num_response_tokens=4 + i % 5) for i, row in enumerate(entries(40))]
     train = TrainSection(steps=1, max_tokens=30, num_anchors=7, pack_tokens=64, pack_blocks=20)
-    samples = samples_from(rows, 0, 0, 40)
+    samples = FullOrder(rows, 0).samples(0, 40)
     packs = cut_packs(samples, train)
     assert Counter(s for part in packs for s in part) == Counter(samples)
 
@@ -156,10 +157,10 @@ def test_a_pack_is_full_in_tokens_or_in_blocks() -> None:
 def test_walk_starts_come_first_up_to_their_share(config: Config) -> None:
     changes = {"anchors": "walk", "walk_share": 0.5, "num_anchors": 6}
     other = config.model_copy(update={"train": config.train.model_copy(update=changes)})
-    plain = batcher(other)
+    plain, features = batcher(other), open_features(config.features_location)
     starts = {
-        entry.sample_id: anchor_candidates(plain.features.read(entry).loss_mask)[::4].tolist()
-        for entry in plain.entries
+        entry.sample_id: anchor_candidates(features.read(entry).loss_mask)[::4].tolist()
+        for entry in features.of_split("train")
     }
     drawn = replace(plain, walk_starts=starts)
     for batch in drawn.load(0):
@@ -200,8 +201,8 @@ def test_prefetching_keeps_the_order_and_hands_errors_on() -> None:
 
 
 def test_labels_never_leave_the_documents_tokens(config: Config) -> None:
-    reader = batcher(config)
-    rows = {e.sample_id: reader.features.read(e).input_ids for e in reader.entries}
+    reader, features = batcher(config), open_features(config.features_location)
+    rows = {e.sample_id: features.read(e).input_ids for e in features.of_split("train")}
     for batch in reader.load(0):
         for row, sample_id in enumerate(batch.sample_ids):
             for n in batch.label_mask[row].any(-1).nonzero().flatten().tolist():

@@ -18,6 +18,8 @@ from train.batches import Batcher, MicroBatch
 from train.engine import Engine, join_process_group
 from train.initialise import initial_drafter
 from train.losses import ce_weights
+from train.order import FullOrder
+from train.sources import ShardSource
 from train.step import Stepper
 from train.stop import StopRequest
 from train.vocabulary import TrainingHead
@@ -80,7 +82,8 @@ def test_the_optimizer_is_adamw_from_its_first_step(tmp_path: Path) -> None:
 
 def first_batches(config: Config) -> list[MicroBatch]:
     features = open_features(config.run.folder / "features")
-    return Batcher(features, features.of_split("train"), config.train, 5, 0, 0, 1).load(0)
+    order = FullOrder(features.of_split("train"), 0)
+    return Batcher(ShardSource(features), order, config.train, 5, 0, 0, 1).load(0)
 
 
 def test_the_normaliser_counts_slots_and_knows_the_first_steps_weights(tmp_path: Path) -> None:

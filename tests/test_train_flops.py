@@ -21,6 +21,8 @@ from train.batches import Batcher
 from train.engine import join_process_group
 from train.flops import Work, block_pairs, peak_tflops, train_flops, work_of_blocks
 from train.loop import train_drafter
+from train.order import FullOrder
+from train.sources import ShardSource
 
 CONFIG = DrafterConfig(
     hidden_size=48,
@@ -135,7 +137,8 @@ def test_a_run_logs_operations_a_second_and_mfu_where_a_peak_is_known(tmp_path: 
     train_drafter(config, ONE_RANK)
     line = json.loads((config.run.folder / "logs" / "train.jsonl").read_text().splitlines()[0])
     features = open_features(config.run.folder / "features")
-    batcher = Batcher(features, features.of_split("train"), config.train, 5, config.run.seed, 0, 1)
+    order = FullOrder(features.of_split("train"), config.run.seed)
+    batcher = Batcher(ShardSource(features), order, config.train, 5, config.run.seed, 0, 1)
     shape, flops = drafter_config(config), 0.0
     for batch in batcher.load(0):
         places, anchors = batch.layout.context_documents, batch.layout.anchor_documents >= 0

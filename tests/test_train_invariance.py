@@ -20,7 +20,9 @@ from train.batches import Batcher, MicroBatch
 from train.initialise import initial_drafter
 from train.losses import LossMix
 from train.objective import micro_batch_loss
+from train.order import FullOrder
 from train.schedule import LossPhase
+from train.sources import ShardSource
 
 CUTS: dict[str, tuple[int, dict[str, int]]] = {
     "whole": (1, {"micro_batch_samples": 4}),
@@ -41,11 +43,11 @@ def batches_of(config: Config, world_size: int, changes: dict[str, int]) -> list
     """What all ranks together run in one step."""
     train = TrainSection.model_validate(config.train.model_dump() | changes)
     features = open_features(config.run.folder / "features")
-    entries = features.of_split("train")
+    source, order = ShardSource(features), FullOrder(features.of_split("train"), 0)
     return [
         batch
         for rank in range(world_size)
-        for batch in Batcher(features, entries, train, 5, 0, rank, world_size).load(8)
+        for batch in Batcher(source, order, train, 5, 0, rank, world_size).load(8)
     ]
 
 

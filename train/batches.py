@@ -1,6 +1,6 @@
 """Which samples an optimizer step sees, and their micro-batches.
 
-A step's batch is a pure function of (seed, samples consumed so far): epochs are seeded permutations laid end to end, so a
+A step's batch is a pure function of (seed, samples consumed so far): epochs are laid end to end (train/order.py), so a
 batch may cross from one epoch into the next and no rank count changes it. Inside the batch, samples are sorted by length
 before they are cut into micro-batches: little padding, and ranks get equal work.
 
@@ -9,31 +9,19 @@ B sequences, S context tokens, N anchors, K block size, D taps, H hidden.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
 
 import torch
 from torch import Tensor
 
 from configs.schema import TrainSection
-from data.feature_shards import FeatureRow, StoredRow
-from data.features import FeatureSet, RowEntry
 from data.soft_labels import SoftLabels
 from drafter.masks import BlockLayout
 from train.anchors import Anchors, sample_anchors
-
-AnyRow = FeatureRow | StoredRow
-
-
-@dataclass(frozen=True)
-class Sample:
-    """A document as an epoch sees it: the epoch chooses its anchors."""
-
-    entry: RowEntry
-    epoch: int
+from train.order import Order, Sample
+from train.sources import AnyRow, Source
 
 
 @dataclass(frozen=True)
@@ -89,22 +77,6 @@ class MicroBatch:
         )
 
 
-def samples_from(entries: Sequence[RowEntry], seed: int, consumed: int, count: int) -> list[Sample]:
-    """Samples number `consumed`..`consumed + count - 1` of the endless seeded sequence of epochs."""
-    samples = []
-    for position in range(consumed, consumed + count):
-        epoch, index = divmod(position, len(entries))
-        samples.append(Sample(entries[_epoch_order(len(entries), seed, epoch)[index]], epoch))
-    return samples
-
-
-@lru_cache(maxsize=2)
-def _epoch_order(num_samples: int, seed: int, epoch: int) -> list[int]:
-    digest = hashlib.sha256(f"epoch {seed} {epoch}".encode()).digest()
-    generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
-    return torch.randperm(num_samples, generator=generator).tolist()
-
-
 def cut_micro_batches(
     samples: Sequence[Sample], micro_batch_samples: int, max_tokens: int
 ) -> list[list[Sample]]:
@@ -149,8 +121,8 @@ def accumulation_steps(num_micro_batches: int, world_size: int) -> int:
 class Batcher:
     """Reads one rank's part of a global batch."""
 
-    features: FeatureSet
-    entries: Sequence[RowEntry]
+    source: Source
+    order: Order
     train: TrainSection
     block_size: int
     seed: int
@@ -161,7 +133,7 @@ class Batcher:
 
     def samples(self, consumed: int) -> list[Sample]:
         """The whole global batch, the same on every rank."""
-        return samples_from(self.entries, self.seed, consumed, self.train.global_batch_samples)
+        return self.order.samples(consumed, self.train.global_batch_samples)
 
     def cut(self, consumed: int) -> list[list[Sample]]:
         """The global batch as micro-batches, the same on every rank."""
@@ -171,7 +143,11 @@ class Batcher:
         return cut_micro_batches(samples, train.micro_batch_samples, train.max_tokens)
 
     def load(self, consumed: int) -> list[MicroBatch]:
-        """This rank's micro-batches; every rank gets the same number, neighbours in length at the same time."""
+        """This rank's micro-batches; every rank gets the same number, neighbours in length at the same time.
+
+        Raises SourceClosed if the run stops while the source waits.
+        """
+        self.source.prepare(consumed, self.own)
         cut = self.cut(consumed)
         loaded = [self._read(samples) for samples in cut[self.rank :: self.world_size]]
         missing = accumulation_steps(len(cut), self.world_size) - len(loaded)
@@ -179,10 +155,15 @@ class Batcher:
             loaded.append((loaded[-1] if loaded else self._read(cut[-1])).without_labels())
         return loaded
 
+    def own(self, consumed: int) -> list[Sample]:
+        """The samples that `load` reads on this rank."""
+        cut = self.cut(consumed)
+        return [sample for part in cut[self.rank :: self.world_size] or cut[-1:] for sample in part]
+
     def _read(self, samples: Sequence[Sample]) -> MicroBatch:
         rows, anchors = [], []
         for sample in samples:
-            row = self.features.read_stored(sample.entry)  # decoded into the batch, below
+            row = self.source.read(sample.entry)  # decoded into the batch, below
             limit = self.train.max_tokens
             rows.append(row)
             anchors.append(

@@ -21,15 +21,17 @@ from data.features import FeatureSet, RowEntry, open_features
 from data.settings import require_same_data
 from drafter.model import Drafter
 from target.head import TargetHead, load_target_head
-from train.batches import Batcher, MicroBatch, accumulation_steps, prefetched, samples_from
+from train.batches import Batcher, MicroBatch, accumulation_steps, prefetched
 from train.checkpoint import Checkpoints, TrainState
 from train.engine import DTYPES, Engine
 from train.flops import peak_tflops
 from train.full_state import plain_drafter
 from train.initialise import initial_drafter, require_same_target
 from train.objective import BatchSums
+from train.order import FullOrder
 from train.resume import find_start, run_settings
 from train.schedule import is_decay_start, learning_rate, loss_share
+from train.sources import ShardSource
 from train.step import StepOutcome, Stepper
 from train.stop import StopRequest
 from train.tracking import Tracker
@@ -162,8 +164,8 @@ class Run:
         )
         # its own feature set: it is read in another thread
         self.batcher = Batcher(
-            open_features(inputs.features.location),
-            inputs.entries,
+            ShardSource(open_features(inputs.features.location)),
+            FullOrder(inputs.entries, config.run.seed),
             train,
             config.drafter.block_size,
             config.run.seed,
@@ -249,7 +251,7 @@ class Run:
         """Of the documents of the next `steps` steps whose starts are not known yet."""
         train = self.config.train
         count = steps * train.global_batch_samples
-        samples = samples_from(self.inputs.entries, self.config.run.seed, self.state.samples, count)
+        samples = self.batcher.order.samples(self.state.samples, count)
         known = self.state.walk_starts
         entries = [sample.entry for sample in samples if sample.entry.sample_id not in known]
         if not entries:
