@@ -19,6 +19,7 @@ usage: ./launch.sh COMMAND [CONFIG] [section.key=value ...]
   export   CONFIG    checkpoint -> folder that vLLM and SGLang serve, verified
   convert  IN [OUT]  a drafter folder in another format (--to zlab | speculators); without OUT: what IN is
   ablation FILE      losses side by side: the same warm start, data, steps and anchors, held-out prompts replayed
+  watch    RUN...    the page of a training run, while it trains or after; several runs laid over each other
   report   CONFIG    write the report again from what evaluate recorded
   compare  A B       two evaluated runs or reports, prompt by prompt: paired differences with intervals
 
@@ -118,7 +119,7 @@ run_tests() {
   pytest -n "${PYTEST_WORKERS:-2}" "$@"
 }
 
-module_of() { case $1 in evaluate) echo evaluation ;; plan) echo train.plan ;; *) echo "$1" ;; esac; }
+module_of() { case $1 in evaluate) echo evaluation ;; plan) echo train.plan_page ;; *) echo "$1" ;; esac; }
 
 main() {
   export PYTHONPATH=$PWD PYTHONUNBUFFERED=1 TOKENIZERS_PARALLELISM=false
@@ -132,8 +133,9 @@ main() {
     report) setup; exec .venv/bin/python -m evaluation "$@" --report-only ;;
     convert) setup; exec .venv/bin/python -m export.convert "$@" ;;
     compare) setup; exec .venv/bin/python -m evaluation.compare "$@" ;;
+    watch) setup; exec .venv/bin/python -m train.watch "$@" ;;
     ablation) setup; exec .venv/bin/python -m train.ablation "$@" ;;
-    plan) setup; exec .venv/bin/python -m train.plan "$@" ;;
+    plan) setup; exec .venv/bin/python -m train.plan_page "$@" ;;
     data | extract | train | evaluate | export)
       setup
       [ $# -gt 0 ] || die "$command needs a recipe, e.g. ./launch.sh $command configs/demo.yaml"

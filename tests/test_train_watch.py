@@ -141,6 +141,16 @@ def test_the_walk_is_the_acceptance_length_of_the_same_passes(trained: Config) -
             assert mean == pytest.approx(line[f"validation/{acceptance}"], rel=0.25)
 
 
+def test_training_writes_its_page_with_what_the_run_is(trained: Config) -> None:
+    page = (trained.run.folder / "logs" / "training.html").read_text()
+    assert "step 12 of 12" in page
+    last = evaluations(trained)[-1]
+    assert f"{last['validation/chain_acceptance']:.2f}" in page
+    about = json.loads((trained.run.folder / "logs" / "run.json").read_text())
+    assert about["settings"]["train.tree_budget"] == BUDGET
+    assert about["name"] == "tiny"
+
+
 def test_every_logged_name_has_a_unit_and_every_unit_a_name(trained: Config) -> None:
     lines = (trained.run.folder / "logs" / "train.jsonl").read_text().splitlines()
     logged = {name for line in map(json.loads, lines) for name in line} - {"step"}

@@ -38,6 +38,8 @@ from train.tracking import Tracker
 from train.validation import validate, validation_metrics
 from train.vocabulary import training_head
 from train.walks import WalkStarts, find_walk_starts
+from train.watch.log import write_run_facts
+from train.watch.page import write_run_page
 
 logger = logging.getLogger(__name__)
 
@@ -77,9 +79,11 @@ def _train(config: Config, ranks: Ranks, inputs: Inputs) -> None:
         logger.info("already trained: step %d in %s", first_step, inputs.checkpoints.folder)
         return
     with raise_together(ranks):
+        drafter = initial_drafter(config)
         if ranks.is_main:
             inputs.checkpoints.forget_after(first_step)
-        drafter = initial_drafter(config)
+            checkpoints = inputs.checkpoints.with_frozen(drafter)
+            inputs = replace(inputs, checkpoints=checkpoints)
         require_same_target(config, inputs.features)
         head = load_target_head(
             inputs.features.checked_head(), ranks.device, DTYPES[config.train.dtype]
@@ -182,6 +186,7 @@ class Run:
         if self.ranks.is_main:
             self.tracker = Tracker(self.config, self.state.wandb_run_id, first_step)
             self.state.wandb_run_id = self.tracker.wandb_run_id
+            write_run_facts(self.config)
         steps = self.config.train.steps
         progress = Progress("train", steps, "steps", done=first_step)
         with self.stop:
@@ -209,6 +214,7 @@ class Run:
         progress.finish()
         if self.tracker:
             self.tracker.finish()
+            write_run_page(self.config.run.folder)
         barrier()
 
     def restore(self, step: int) -> None:
@@ -334,6 +340,7 @@ class Run:
         metrics["validation/time_s"] = time.monotonic() - start
         if self.tracker:
             self.tracker.log(self.state.step, metrics)
+            write_run_page(self.config.run.folder)
         accepted = metrics[f"validation/tree_acceptance_{self.config.train.tree_budget}"]
         logger.info(
             "step %d: validation acceptance length %.3f chain, %.3f tree of %d",
