@@ -484,6 +484,15 @@ class TrainSection(Section):
     """wsd: warm-up, stable, linear decay; its stable part can be continued."""
     lr_decay_fraction: Fraction = 0.2
     """wsd only: share of the steps spent decaying."""
+    source: Literal["shards", "stream", "online"] = "shards"
+    """Where features come from (docs/streaming.md). shards: extract writes all of them first. stream: extract keeps a ring of
+    stream_bytes filled while training runs. online: the trainer's ranks run the target themselves, without disk. The batches are
+    the same."""
+    shuffle_window: PositiveInt | None = None
+    """W: an epoch takes shard-sized blocks of the corpus in a seeded order and shuffles the rows of W blocks at a time. stream and
+    online need it; null: all rows are shuffled, which only shards can follow."""
+    stream_bytes: PositiveInt | None = None
+    """stream: the most that the ring may hold; at least two windows (plan says how much)."""
     dtype: Dtype = "bfloat16"
     """Compute dtype of the drafter; fp32 master weights and moments in either case."""
     zero_stage: Literal[0, 1, 2, 3] = 1
@@ -548,9 +557,30 @@ class TrainSection(Section):
             raise ValueError(
                 f"train.pack_blocks={self.pack_blocks} does not hold train.num_anchors={self.num_anchors} blocks"
             )
+        self._check_source()
         if self.lr_warmup_fraction + (self.lr_decay_fraction if self.schedule == "wsd" else 0) > 1:
             raise ValueError("train.lr_warmup_fraction + train.lr_decay_fraction exceed 1")
         return self
+
+    def _check_source(self) -> None:
+        if self.source != "shards" and self.shuffle_window is None:
+            raise ValueError(
+                f"train.source={self.source} needs train.shuffle_window: how many shard-sized blocks are shuffled together, say 4"
+            )
+        if self.source == "stream" and self.stream_bytes is None:
+            raise ValueError(
+                "train.source=stream needs train.stream_bytes: what the ring of shards may take, two windows at least"
+            )
+        if self.anchors == "walk" and (self.source != "shards" or self.shuffle_window is not None):
+            raise ValueError(
+                f"train.anchors=walk replays documents ahead of their steps: it needs train.source=shards and no "
+                f"train.shuffle_window (now {self.source}, {self.shuffle_window})"
+            )
+        if self.vocabulary == "corpus" and self.shuffle_window and self.needs_soft_labels:
+            raise ValueError(
+                "train.vocabulary=corpus with soft labels needs the target's likeliest tokens of all rows before training, which "
+                "no stream has: set train.vocabulary=target, or train.source=shards without train.shuffle_window"
+            )
 
 
 class EvaluationSection(Section):

@@ -29,6 +29,8 @@ FREE = frozenset(
         "log_every",
         "peak_tflops",
         "wandb_project",
+        "source",  # the batches are the same
+        "stream_bytes",
     }
 )
 """Settings of `train` that leave the mathematics of a step alone: they may change between two halves of a run."""
