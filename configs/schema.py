@@ -495,7 +495,18 @@ class TrainSection(Section):
     """stream: the most that the ring may hold; at least two windows (plan says how much)."""
     dtype: Dtype = "bfloat16"
     """Compute dtype of the drafter; fp32 master weights and moments in either case."""
+    optimizer: Literal["adamw", "muon"] = "adamw"
+    """muon: matrices by Muon, its updates scaled to AdamW's size so that learning_rate and weight_decay mean the same
+    (arXiv:2502.16982), norms by AdamW. Muon needs whole matrices: zero_stage 0, or 1 in bfloat16."""
+    muon_momentum: float = Field(default=0.95, ge=0, lt=1)
+    """muon: Nesterov momentum."""
+    freeze: tuple[str, ...] = ()
+    """Parameters that stay as train.init_from has them: a name, the module it is in (`fc`, `layers.0`), or a pattern with *.
+    They are in neither optimizer nor checkpoint."""
     zero_stage: Literal[0, 1, 2, 3] = 1
+    offload: Literal["optimizer", "all"] | None = None
+    """optimizer: float32 masters and moments lie in host memory and the CPU updates them (zero_stage 1 to 3); all: the
+    parameters lie there too (zero_stage 3). Saves GPU memory, costs time."""
     activation_checkpointing: bool = False
     vocabulary: Literal["target", "corpus"] = "target"
     """Tokens in training's softmax. corpus: those of the training rows only, a fraction of the cost on a CPU; evaluation
@@ -560,7 +571,26 @@ class TrainSection(Section):
         self._check_source()
         if self.lr_warmup_fraction + (self.lr_decay_fraction if self.schedule == "wsd" else 0) > 1:
             raise ValueError("train.lr_warmup_fraction + train.lr_decay_fraction exceed 1")
+        self._check_sharding()
         return self
+
+    def _check_sharding(self) -> None:
+        """What DeepSpeed can cut, and what it cannot."""
+        whole = self.zero_stage == 0 or (self.zero_stage == 1 and self.dtype == "bfloat16")
+        if self.optimizer == "muon" and not (whole and self.offload is None):
+            raise ValueError(
+                f"train.optimizer=muon needs whole matrices, which train.zero_stage={self.zero_stage} in {self.dtype} with "
+                f"train.offload={self.offload} does not keep; use zero_stage 0, or 1 in bfloat16, without offload"
+            )
+        needed = {None: 0, "optimizer": 1, "all": 3}[self.offload]
+        if self.zero_stage < needed:
+            raise ValueError(
+                f"train.offload={self.offload} with train.zero_stage={self.zero_stage}: raise zero_stage to {needed}"
+            )
+        if self.freeze and self.init_from is None:
+            raise ValueError(
+                f"train.freeze={list(self.freeze)} without train.init_from: random weights would stay random; give init_from"
+            )
 
     def _check_source(self) -> None:
         if self.source != "shards" and self.shuffle_window is None:

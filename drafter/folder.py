@@ -7,7 +7,7 @@ note when nothing of the drafter depends on them.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -58,14 +58,20 @@ class FoundDrafter:
 
 
 def write_drafter(
-    path: Path, config: DrafterConfig, state: Mapping[str, Tensor], dtype: torch.dtype
+    path: Path,
+    config: DrafterConfig,
+    state: Mapping[str, Tensor],
+    dtype: torch.dtype,
+    without: Collection[str] = (),
 ) -> None:
     """Write a folder in z-lab's format, each of its two files whole or absent; equal input gives equal bytes.
 
-    state: the parameters of `Drafter(config)` by name, stored as `dtype`.
+    state: the parameters of `Drafter(config)` by name, stored as `dtype`, but for those named in `without`: a checkpoint's
+    frozen part (drafter/frozen.py).
     """
-    assert state.keys() == expected_shapes(config).keys(), "the state is not this drafter's"
-    write_weights(path, config, state.__getitem__, dtype)
+    names = expected_shapes(config).keys() - set(without)
+    assert state.keys() == names, "the state is not this drafter's"
+    write_weights(path, config, state.__getitem__, dtype, without=without)
     write_json(path / CONFIG_FILE, config_json(config, dtype))
 
 

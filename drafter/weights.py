@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,6 +20,7 @@ from torch import Tensor
 from common.files import atomic_path, fields_of, sha256_file
 from drafter.config import DrafterConfig
 from drafter.decoder_json import DTYPE_NAMES
+from drafter.frozen import frozen_weights
 from drafter.json_values import Values, shown
 from drafter.kinds import kind_of_tensors
 
@@ -95,15 +96,15 @@ def expected_shapes(config: DrafterConfig) -> dict[str, tuple[int, ...]]:
 
 def find_weights(folder: Path, config: DrafterConfig) -> Weights:
     """Locate every tensor. Raises ValueError or FileNotFoundError in one line if one is missing or one too many is there."""
-    files = _files(folder)
+    files, frozen = _files(folder), frozen_weights(folder)
     file_of: dict[str, Path] = {}
-    for file in files:
+    for file in files if frozen is None else [*files, frozen]:
         with _opened(file) as tensors:
             for name in tensors.keys():  # noqa: SIM118  # a safe_open handle is no mapping
                 if name in file_of:
                     raise ValueError(f"{file} repeats {shown(name)} of {file_of[name].name}")
                 file_of[name] = file
-    if files != [folder / WEIGHTS_FILE]:
+    if files != [folder / WEIGHTS_FILE]:  # a checkpoint, so a frozen part too, has one file
         _require_indexed(folder / INDEX_FILE, file_of)
     _require_names(folder, set(file_of), set(expected_shapes(config)))
     return Weights(folder, file_of)
@@ -135,14 +136,18 @@ def write_weights(
     read: Callable[[str], Tensor],
     dtype: torch.dtype,
     targets: Mapping[str, Tensor] | None = None,
+    without: Collection[str] = (),
 ) -> None:
     """Write model.safetensors into the folder `path`, whole or not at all; equal input gives equal bytes.
 
+    without: names that drafter/frozen.py keeps elsewhere.
     read: gives each parameter by name, once; what is alive at a time is one of them beside all of them in `dtype`.
     targets: EMBEDDING and HEAD for a self-contained folder, written as they are.
     """
     tensors: dict[str, Tensor] = {}
     for name, shape in sorted(expected_shapes(config).items()):
+        if name in without:
+            continue
         tensors[name] = read(name).detach().to("cpu", dtype).contiguous()
         assert tensors[name].shape == shape, f"{name} is not that of a drafter of this config"
     assert set(targets or {}) <= {EMBEDDING, HEAD}
@@ -154,8 +159,9 @@ def write_weights(
 
 
 def weights_sums(folder: Path) -> list[str]:
-    """sha256 of each weights file, in the order of their names."""
-    return [sha256_file(file) for file in _files(folder)]
+    """sha256 of each weights file, in the order of their names, a frozen part last."""
+    frozen = frozen_weights(folder)
+    return [sha256_file(file) for file in [*_files(folder), *([frozen] if frozen else [])]]
 
 
 @contextlib.contextmanager

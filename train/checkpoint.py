@@ -1,8 +1,9 @@
 """Checkpoints of our own: whole tensors by name, readable at any world size and ZeRO stage, no pickle.
 
 checkpoints/index.json            only folders listed here count; written after a folder is complete
+checkpoints/frozen.safetensors    what train.freeze leaves alone, once for all of them (drafter/frozen.py)
 checkpoints/step-00000400/        a drafter folder in float32 (config.json, model.safetensors), and what resuming needs:
-                                  optimizer.safetensors (exp_avg.NAME, exp_avg_sq.NAME, float32), state.json
+                                  optimizer.safetensors (exp_avg.NAME and so on, float32), state.json
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import logging
 import shutil
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,9 +30,11 @@ from common.files import (
     write_json,
 )
 from drafter.folder import CONFIG_FILE, WEIGHTS_FILE, write_drafter
+from drafter.frozen import FROZEN_FILE, frozen_sum, write_frozen_reference, write_frozen_weights
+from drafter.model import Drafter
 from drafter.weights import OPTIMIZER_FILE
 from train.engine import Engine
-from train.full_state import MOMENTS, FullParameter, read_full_state, write_full_state
+from train.full_state import FullParameter, read_full_state, write_full_state
 
 logger = logging.getLogger(__name__)
 
@@ -69,12 +72,22 @@ class IndexEntry:
 
 
 @dataclass(frozen=True)
+class Frozen:
+    """Parameters that are not trained."""
+
+    names: list[str]
+    sha256: str
+
+
+@dataclass(frozen=True)
 class Checkpoints:
     """The checkpoints of a run."""
 
     folder: Path
     keep: int
     """Newest ones kept, besides the best and the one where the decay starts."""
+    frozen: Frozen | None = None
+    """What they all share and none of them holds."""
 
     def entries(self) -> list[IndexEntry]:
         """Oldest first. Raises ValueError if the index is not one."""
@@ -110,7 +123,7 @@ class Checkpoints:
         ):
 
             def read(name: str) -> FullParameter:
-                own = {key: moments.get_tensor(f"{key}.{name}") for key in MOMENTS}
+                own = {key: moments.get_tensor(f"{key}.{name}") for key in engine.moments[name]}
                 return FullParameter(name, weights.get_tensor(name), own)
 
             write_full_state(engine, read, entry.step)
@@ -137,7 +150,7 @@ class Checkpoints:
             if ranks.is_main:
                 folder = self.folder / f"step-{state.step:08d}"
                 with atomic_path(folder) as aside:
-                    write_drafter(aside, engine.drafter.config, weights, torch.float32)
+                    self._write_weights(aside, engine, weights)
                     save_file(moments, aside / OPTIMIZER_FILE)
                     write_json(
                         aside / STATE_FILE,
@@ -148,8 +161,27 @@ class Checkpoints:
                             "settings": settings,
                         },
                     )
-                    sums = {file: sha256_file(aside / file) for file in FILES}
+                    files = [*FILES, *([FROZEN_FILE] if self.frozen else [])]
+                    sums = {file: sha256_file(aside / file) for file in files}
                 self._list(IndexEntry(folder.name, state.step, sums, tree_acceptance, decay_start))
+
+    def _write_weights(self, folder: Path, engine: Engine, weights: dict[str, Tensor]) -> None:
+        frozen = self.frozen.names if self.frozen else ()
+        write_drafter(folder, engine.drafter.config, weights, torch.float32, frozen)
+        if self.frozen:
+            write_frozen_reference(folder, self.frozen.sha256, self.frozen.names)
+
+    def with_frozen(self, drafter: Drafter) -> Checkpoints:
+        """The same, sharing what of `drafter` is not trained, written now. Main rank only, before training starts.
+
+        Raises ValueError if checkpoints to be continued were made beside other values: their source has changed.
+        """
+        found = {n: p.float() for n, p in drafter.named_parameters() if not p.requires_grad}
+        if not found:
+            return self
+        sums = (frozen_sum(self.folder / entry.folder) for entry in self.entries())
+        sha256 = write_frozen_weights(self.folder, found, {sum for sum in sums if sum is not None})
+        return replace(self, frozen=Frozen(sorted(found), sha256))
 
     def forget_after(self, step: int) -> None:
         """Drop checkpoints of later steps and whatever a killed writer left. Main rank only, before training starts."""

@@ -8,6 +8,7 @@ no reduction and no checkpoint.
 from __future__ import annotations
 
 import contextlib
+import gc
 import io
 import logging
 import os
@@ -24,6 +25,13 @@ from torch import Tensor, nn
 from common.distributed import Ranks
 from configs.schema import TrainSection
 from drafter.model import BlockLayout, Drafter
+from train.optimizers import (
+    make_optimizer,
+    moment_names,
+    names_by_group,
+    set_adam_step,
+    set_learning_rate,
+)
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 MAX_BUCKET_ELEMENTS = 500_000_000
@@ -39,14 +47,20 @@ class Engine:
         self.ranks = ranks
         self.zero_stage = train.zero_stage
         self.dtype = DTYPES[train.dtype]
-        self.shapes = {name: tuple(p.shape) for name, p in drafter.named_parameters()}
+        self.shapes = {
+            name: tuple(p.shape) for name, p in drafter.named_parameters() if p.requires_grad
+        }
+        self.moments = {name: moment_names(shape, train) for name, shape in self.shapes.items()}
         drafter.activation_checkpointing = train.activation_checkpointing
         self._not_finite = torch.zeros((), device=ranks.device)
-        for parameter in drafter.parameters():
+        for _, parameter in trained(drafter):
             parameter.register_hook(self._watch)
         self.optimizer = make_optimizer(drafter, train)
+        self.names_by_group = names_by_group(drafter, self.optimizer)
+        if train.offload is not None:
+            use_all_cores(ranks)
         # BF16_Optimizer prints memory lines whatever the log level
-        with contextlib.redirect_stdout(io.StringIO()):
+        with contextlib.redirect_stdout(io.StringIO()), self._eager(), cheap_collections():
             self.deepspeed = deepspeed.initialize(
                 model=drafter,
                 optimizer=self.optimizer,
@@ -54,14 +68,15 @@ class Engine:
                 dist_init_required=False,
             )[0]
         # ZeRO 0 in bf16 has taken an optimizer step on zero gradients by now: it must not count in Adam's bias correction
-        self.set_adam_step(0)
+        set_adam_step(self.optimizer, 0)
 
     @property
     def drafter(self) -> Drafter:
         return cast(Drafter, self.deepspeed.module)
 
-    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        return self.drafter.named_parameters()
+    def trained(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Parameters by name, without frozen ones."""
+        return trained(self.drafter)
 
     def forward(self, features: Tensor, embeddings: Tensor, layout: BlockLayout) -> Tensor:
         """(B, N, K, H) hidden states; arguments as Drafter.forward."""
@@ -81,20 +96,20 @@ class Engine:
 
     def step(self, learning_rate: float) -> float:
         """Clip, update, zero the gradients. Returns the gradient's norm before clipping."""
-        for group in self.optimizer.param_groups:
-            group["lr"] = learning_rate
+        set_learning_rate(self.optimizer, learning_rate)
         norm = self._plain_grad_norm() if self.zero_stage == 0 else None
-        self.deepspeed.step()
+        with self._eager():
+            self.deepspeed.step()
         if norm is None:
             norm = self.deepspeed.get_global_grad_norm()
         assert norm is not None
         return float(norm)
 
-    def set_adam_step(self, step: int) -> None:
-        """Optimizer steps Adam's bias correction counts."""
-        for state in self.optimizer.state.values():
-            if "step" in state:
-                state["step"].fill_(step)
+    def _eager(self) -> contextlib.AbstractContextManager[object]:
+        """On a CPU Muon's kernels are not compiled: that takes minutes and a compiler, and saves nothing there."""
+        if self.ranks.device.type == "cpu":
+            return torch.compiler.set_stance("force_eager")
+        return contextlib.nullcontext()
 
     def _plain_grad_norm(self) -> Tensor:
         gradients = [p.grad.float() for p in self.drafter.parameters() if p.grad is not None]
@@ -106,20 +121,24 @@ class Engine:
         self._not_finite.copy_(torch.maximum(self._not_finite, (~total.isfinite()).float()))
 
 
-def make_optimizer(drafter: Drafter, train: TrainSection) -> torch.optim.AdamW:
-    """AdamW in one group; the learning rate is set before every step.
+@contextlib.contextmanager
+def cheap_collections() -> Iterator[None]:
+    """For BF16_Optimizer, which collects garbage ten times while it is built: a second each with compiled kernels loaded."""
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
 
-    One group, so weight decay reaches norm weights too: with several, ZeRO 1 and 2 link the moments of the first group
-    only to its parameters (DeepSpeed 0.19), and the others could not be saved.
-    """
-    return torch.optim.AdamW(
-        drafter.parameters(),
-        lr=0.0,
-        betas=(train.beta1, train.beta2),
-        eps=train.adam_eps,
-        weight_decay=train.weight_decay,
-        fused=True,
-    )
+
+def trained(drafter: Drafter) -> Iterator[tuple[str, nn.Parameter]]:
+    return ((name, p) for name, p in drafter.named_parameters() if p.requires_grad)
+
+
+def use_all_cores(ranks: Ranks) -> None:
+    """For an optimizer on the CPU beside a GPU; torchrun leaves a rank one thread. On a CPU run.cpu_threads decides."""
+    if ranks.device.type == "cuda":
+        torch.set_num_threads(max(1, (os.cpu_count() or 1) // torch.cuda.device_count()))
 
 
 def deepspeed_config(
@@ -143,6 +162,13 @@ def deepspeed_config(
             "allgather_bucket_size": bucket,
         },
     }
+    if train.offload is not None:
+        # torch's fused AdamW runs on a CPU too: the same optimizer, to be offloaded at any time, and nothing to compile
+        settings["zero_force_ds_cpu_optimizer"] = False
+        on_cpu = {"device": "cpu", "pin_memory": torch.cuda.is_available()}
+        settings["zero_optimization"]["offload_optimizer"] = on_cpu
+        if train.offload == "all":
+            settings["zero_optimization"]["offload_param"] = on_cpu
     if train.dtype == "bfloat16":
         settings["bf16"] = {"enabled": True}
         if train.zero_stage > 0:

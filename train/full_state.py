@@ -1,4 +1,4 @@
-"""Whole float32 weights and Adam moments by parameter name, out of and into an engine of any ZeRO stage.
+"""Whole float32 weights and moments of what is trained, by parameter name, out of and into an engine of any ZeRO stage.
 
 Through DeepSpeed's public accessors for stages 1 to 3; for stage 0 they return None, so its tensors are taken from the torch
 optimizer. Everything here is collective: every rank reads and writes every tensor.
@@ -11,7 +11,9 @@ from dataclasses import dataclass
 
 import deepspeed
 import torch
+from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from deepspeed.utils import (
+    lazy_init_hp_params_optimizer_state,
     safe_get_full_fp32_param,
     safe_get_full_optimizer_state,
     safe_set_full_fp32_param,
@@ -21,8 +23,7 @@ from torch import Tensor, nn
 
 from drafter.model import BlockLayout, Drafter
 from train.engine import Engine
-
-MOMENTS = ("exp_avg", "exp_avg_sq")
+from train.optimizers import set_adam_step
 
 
 @dataclass(frozen=True)
@@ -32,22 +33,21 @@ class FullParameter:
     name: str
     weight: Tensor
     moments: dict[str, Tensor]
-    """By MOMENTS."""
+    """By name, as train/optimizers.py has them."""
 
 
 def read_full_state(engine: Engine) -> Iterator[FullParameter]:
     """Parameter by parameter, so that a rank never holds more than one beside its own share. Needs a first step taken."""
+    _link_moments(engine)
     masters = _stage_0_masters(engine)
-    for name, parameter in engine.named_parameters():
+    for name, parameter in engine.trained():
+        keys, shape = engine.moments[name], engine.shapes[name]
         if name in masters:
             state = engine.optimizer.state[masters[name]]
-            weight, moments = masters[name].data, {key: state[key] for key in MOMENTS}
+            weight, moments = masters[name].data, {key: state[key] for key in keys}
         else:
             weight = _present(safe_get_full_fp32_param(parameter))
-            moments = {
-                key: _present(safe_get_full_optimizer_state(parameter, key)) for key in MOMENTS
-            }
-        shape = engine.shapes[name]
+            moments = {key: _present(safe_get_full_optimizer_state(parameter, key)) for key in keys}
         yield FullParameter(
             name, weight.view(shape), {key: value.view(shape) for key, value in moments.items()}
         )
@@ -56,21 +56,22 @@ def read_full_state(engine: Engine) -> Iterator[FullParameter]:
 def write_full_state(engine: Engine, read: Callable[[str], FullParameter], adam_step: int) -> None:
     """Make the engine continue from these parameters; `read` is asked for each by name, once."""
     _take_throwaway_step(engine)
+    _link_moments(engine)
     masters = _stage_0_masters(engine)
-    for name, parameter in engine.named_parameters():
+    for name, parameter in engine.trained():
         full = read(name)
         weight = full.weight.to(engine.ranks.device)
-        own = {key: full.moments[key].to(engine.ranks.device) for key in MOMENTS}
+        own = {key: full.moments[key].to(engine.ranks.device) for key in engine.moments[name]}
         if name in masters:
             masters[name].data.copy_(weight)
-            for key in MOMENTS:
-                engine.optimizer.state[masters[name]][key].copy_(own[key])
+            for key, value in own.items():
+                engine.optimizer.state[masters[name]][key].copy_(value)
         else:
             safe_set_full_fp32_param(parameter, weight)
-            for key in MOMENTS:
-                safe_set_full_optimizer_state(parameter, own[key], key)
+            for key, value in own.items():
+                safe_set_full_optimizer_state(parameter, value, key)
         _set_compute_weight(parameter, weight, engine.zero_stage)
-    engine.set_adam_step(adam_step)
+    set_adam_step(engine.optimizer, adam_step)
 
 
 def plain_drafter(engine: Engine) -> Drafter:
@@ -78,7 +79,7 @@ def plain_drafter(engine: Engine) -> Drafter:
     if engine.zero_stage < 3:
         return engine.drafter
     copy = Drafter(engine.drafter.config).to(engine.ranks.device, engine.dtype)
-    sources = dict(engine.named_parameters())
+    sources = dict(engine.drafter.named_parameters())
     for name, parameter in copy.named_parameters():
         with deepspeed.zero.GatheredParameters([sources[name]]), torch.no_grad():
             parameter.copy_(sources[name])
@@ -115,8 +116,21 @@ def _stage_0_masters(engine: Engine) -> dict[str, Tensor]:
     """Float32 masters by name under ZeRO 0: the parameters themselves, or in bf16 the copies DeepSpeed optimizes."""
     if engine.zero_stage > 0:
         return {}
-    [group] = engine.optimizer.param_groups
-    return dict(zip(engine.shapes, group["params"], strict=True))
+    return {
+        name: master
+        for names, group in zip(engine.names_by_group, engine.optimizer.param_groups, strict=True)
+        for name, master in zip(names, group["params"], strict=True)
+    }
+
+
+def _link_moments(engine: Engine) -> None:
+    """DeepSpeed's ZeRO 1 and 2 link moments to parameters after their first group's step, when no other group has any."""
+    zero = engine.deepspeed.optimizer
+    if isinstance(zero, DeepSpeedZeroOptimizer):
+        for group, flat in zip(
+            zero.bit16_groups, zero.single_partition_of_fp32_groups, strict=True
+        ):
+            lazy_init_hp_params_optimizer_state(group, flat, zero.optimizer.state)
 
 
 def _present(value: Tensor | None) -> Tensor:

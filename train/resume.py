@@ -22,6 +22,7 @@ FREE = frozenset(
         "head_chunk_rows",
         "activation_checkpointing",
         "zero_stage",
+        "offload",
         "checkpoint_every",
         "keep_checkpoints",
         "eval_every",
@@ -34,10 +35,12 @@ FREE = frozenset(
     }
 )
 """Settings of `train` that leave the mathematics of a step alone: they may change between two halves of a run."""
+YOUNGER = frozenset({"optimizer", "muon_momentum", "freeze"})
+"""Not recorded at their default, so that a run from before them reads as it did."""
 DEFAULTS = {
     f"train.{key}": value
     for key, value in TrainSection(steps=1).model_dump(mode="json").items()
-    if key != "steps"
+    if key != "steps" and key not in FREE
 }
 """What a checkpoint that is older than a setting was made with."""
 REMEDY = (
@@ -55,7 +58,11 @@ def run_settings(config: Config, features: str) -> dict[str, Any]:
         **{
             f"drafter.{key}": value for key, value in config.drafter.model_dump(mode="json").items()
         },
-        **{f"train.{key}": value for key, value in train.items() if key not in FREE},
+        **{
+            f"train.{key}": value
+            for key, value in train.items()
+            if key not in FREE and not (key in YOUNGER and value == DEFAULTS[f"train.{key}"])
+        },
         "run.seed": config.run.seed,
         "features": fingerprint(manifest),
         "train.steps": config.train.steps,
@@ -64,7 +71,8 @@ def run_settings(config: Config, features: str) -> dict[str, Any]:
 
 def same_run(found: dict[str, Any], settings: dict[str, Any]) -> bool:
     """Whether a checkpoint with the settings `found` is of the run with `settings`."""
-    return all((DEFAULTS | found).get(key) == value for key, value in settings.items())
+    wanted = DEFAULTS | settings
+    return all((DEFAULTS | found).get(key) == value for key, value in wanted.items())
 
 
 def find_start(
@@ -79,7 +87,8 @@ def find_start(
     for entry in checkpoints.whole_entries():
         num_whole += 1
         state, found = checkpoints.read_state(entry)
-        fixed = {key: value for key, value in settings.items() if key != "train.steps"}
+        wanted = DEFAULTS | settings
+        fixed = {key: value for key, value in wanted.items() if key != "train.steps"}
         what = f"checkpoint {checkpoints.folder / entry.folder}"
         require_equal(what, DEFAULTS | found, fixed, REMEDY)
         old = train.model_copy(update={"steps": found["train.steps"]})
