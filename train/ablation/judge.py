@@ -12,11 +12,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-import torch
-
 from common.distributed import Ranks
 from common.files import fields_of, read_json, write_json
-from common.fingerprint import fingerprint
 from common.progress import Progress
 from data.features import FeatureSet, RowEntry, open_features
 from drafter.folder import drafter_fingerprint, load_drafter, resolve_checkpoint
@@ -24,6 +21,7 @@ from evaluation.acceptance import PromptPasses
 from evaluation.calibration import fit_temperatures
 from evaluation.replay import ReplayOptions, replay_row
 from target.head import load_target_head
+from train.ablation.identity import judgement_identity
 from train.ablation.runs import AblationRun, base_config
 from train.ablation.settings import Ablation
 from train.checkpoint import Checkpoints
@@ -150,18 +148,5 @@ def is_trained(run: AblationRun) -> bool:
 
 
 def _identity(run: AblationRun, sets: PromptSets, prompts: PromptSet, drafter: str) -> str:
-    config = run.config()
     rows = {name: [entry.sample_id for entry in vars(sets)[name]] for name in ("fit", prompts)}
-    return fingerprint(
-        [
-            drafter,
-            config.train.model_dump(mode="json"),
-            config.drafter.model_dump(mode="json"),
-            rows,
-            sorted(run.ablation.budgets),
-            run.ablation.fit_anchors_per_row,
-            config.evaluation.max_new_tokens,
-            config.evaluation.dtype,
-            torch.__version__,
-        ]
-    )
+    return judgement_identity(run, drafter, rows)

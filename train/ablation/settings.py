@@ -37,6 +37,9 @@ class Ablation(Section):
     max_prompts: PositiveInt = 400
     """Rows judged, and rows confirmed on, at most."""
     fit_anchors_per_row: PositiveInt = 32
+    live_prompts: NonNegativeInt = 0
+    """Of the judged prompts, so many are also decoded live, by the chain and by the tree of headline_budget, after the fit: the
+    target is loaded for it. 0: none."""
     confirm: tuple[str, ...] = ()
     """Variants that `--confirm` judges; decide on them before you look."""
 
