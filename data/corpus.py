@@ -169,13 +169,18 @@ def iter_corpus(folder: Path, manifest: CorpusManifest) -> Iterator[CorpusRow]:
     """
     for shard in manifest.shards:
         path = folder / shard.file
-        if not path.is_file():
-            raise FileNotFoundError(f"corpus shard {path} is missing; {REMEDY}")
-        if sha256_file(path) != shard.sha256:
-            raise ValueError(f"corpus shard {path} differs from its sum in the manifest; {REMEDY}")
+        require_sum(path, shard)
         with pq.ParquetFile(path) as file:
             for batch in file.iter_batches(ROWS_PER_GROUP):
-                yield from _rows_of(batch)
+                yield from rows_of(batch)
+
+
+def require_sum(path: Path, shard: ShardEntry) -> None:
+    """Raises ValueError or FileNotFoundError, naming the file, if it is not what the manifest says of `shard`."""
+    if not path.is_file():
+        raise FileNotFoundError(f"corpus shard {path} is missing; {REMEDY}")
+    if sha256_file(path) != shard.sha256:
+        raise ValueError(f"corpus shard {path} differs from its sum in the manifest; {REMEDY}")
 
 
 def _write_shard(path: Path, rows: list[CorpusRow]) -> ShardEntry:
@@ -203,7 +208,8 @@ def _record(row: CorpusRow) -> dict[str, Any]:
     return vars(row) | counts
 
 
-def _rows_of(batch: pa.RecordBatch) -> Iterator[CorpusRow]:
+def rows_of(batch: pa.RecordBatch) -> Iterator[CorpusRow]:
+    """Rows of a part of a corpus shard, all columns."""
     # corpora made before a column existed have its default
     names = [f.name for f in dataclasses.fields(CorpusRow) if f.name in batch.schema.names]
     plain = batch.select([name for name in names if name not in ("input_ids", "loss_mask")])

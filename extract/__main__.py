@@ -1,28 +1,46 @@
-"""`./launch.sh extract CONFIG`: corpus -> features/, resumable, on any number of ranks."""
+"""`./launch.sh extract CONFIG`: corpus -> features/, resumable, by any number of workers that come and go."""
 
 from __future__ import annotations
 
 import argparse
+import os
+from pathlib import Path
+
+import torch
 
 from common.command import run_command, stage_parser
-from common.distributed import distributed, rank_from_environment
+from common.distributed import Ranks, end_with_parent, rank_from_environment
 from configs.load import load_config
+from configs.schema import Config
 from data.features import verify_features
 from extract.run import run_extract
-
-# a rank may wait for another's last shards, or for its check of finished ones, far longer than a collective takes
-TIMEOUT_S = 24 * 3600.0
 
 
 def main(options: argparse.Namespace) -> None:
     config = load_config(options.config, options.overrides)
     if options.verify:
         if rank_from_environment() == 0:
-            count = verify_features(config.run.folder / "features")
+            count = verify_features(Path(config.features_location))
             print(f"{count} files are what the manifest says")
         return
-    with distributed(config.run.cpu_threads, TIMEOUT_S) as ranks:
-        run_extract(config, ranks, options.ignore_disk)
+    run_extract(config, this_worker(config), options.ignore_disk)
+
+
+def this_worker(config: Config) -> Ranks:
+    """Rank and device, from the variables of extract.launch or torchrun if there are any. No process group: workers share
+    the features folder and nothing else."""
+    world, local = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("LOCAL_RANK", "0"))
+    if world > 1:
+        end_with_parent(os.getppid())
+    if not torch.cuda.is_available():
+        torch.set_num_threads(config.run.cpu_threads)
+        return Ranks(rank_from_environment(), world, local, torch.device("cpu"))
+    if local >= torch.cuda.device_count():
+        raise ValueError(
+            f"local rank {local} has no GPU: {torch.cuda.device_count()} visible; set NPROC to at most that"
+        )
+    torch.cuda.set_device(local)
+    return Ranks(rank_from_environment(), world, local, torch.device("cuda", local))
 
 
 if __name__ == "__main__":

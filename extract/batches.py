@@ -1,15 +1,32 @@
 """How the corpus is cut: shards of contiguous rows, and in a shard batches of similar length.
 
-Both follow from the corpus alone, never from the number of ranks: whoever extracts a shard does the same arithmetic on
+Both follow from the corpus alone, never from the number of workers: whoever extracts a shard does the same arithmetic on
 the same batches and writes the same bytes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 from data.corpus import CorpusRow
+
+_Item = TypeVar("_Item")
+
+
+@dataclass(frozen=True)
+class ShardCut:
+    """Where a feature shard lies in the corpus: rows start..stop-1."""
+
+    index: int
+    start: int
+    stop: int
+    num_tokens: int
+
+    @property
+    def num_rows(self) -> int:
+        return self.stop - self.start
 
 
 @dataclass(frozen=True)
@@ -29,28 +46,53 @@ def shard_tokens(shard_bytes: int, bytes_per_token: int) -> int:
     return max(1, shard_bytes // bytes_per_token)
 
 
+def cut_lengths(lengths: Sequence[int], max_tokens: int) -> list[ShardCut]:
+    """Contiguous shards of at most `max_tokens`, from the rows' token counts alone; a longer row is a shard of its own."""
+    parts = _cut(range(len(lengths)), lambda position: lengths[position], max_tokens)
+    return [
+        ShardCut(index, part[0], part[-1] + 1, sum(lengths[part[0] : part[-1] + 1]))
+        for index, part in enumerate(parts)
+    ]
+
+
 def cut_shards(rows: Iterable[CorpusRow], max_tokens: int) -> Iterator[CorpusSlice]:
-    """Contiguous slices of at most `max_tokens`; a longer row is a slice of its own. One slice in memory at a time."""
-    index, held, num_tokens = 0, [], 0
-    for row in rows:
-        if held and num_tokens + row.num_tokens > max_tokens:
-            yield CorpusSlice(index, held)
-            index, held, num_tokens = index + 1, [], 0
-        held.append(row)
-        num_tokens += row.num_tokens
-    if held:
-        yield CorpusSlice(index, held)
+    """The same cut of the rows themselves. One slice in memory at a time."""
+    for index, part in enumerate(_cut(rows, lambda row: row.num_tokens, max_tokens)):
+        yield CorpusSlice(index, part)
 
 
-def length_batches(lengths: Sequence[int], batch_tokens: int) -> list[list[int]]:
+def length_batches(
+    lengths: Sequence[int], batch_tokens: int, max_padding: float = 1.0
+) -> list[list[int]]:
     """Indices into `lengths`, longest first, in batches of at most `batch_tokens` with padding.
 
-    A row longer than that is a batch of its own. Longest first, so that memory runs out at once or not at all.
+    A row joins a batch while padding stays at most the share `max_padding` of it; one longer than `batch_tokens` is a batch
+    of its own. Longest first, so that memory runs out at once or not at all.
     """
     batches: list[list[int]] = []
+    used = 0  # tokens of the last batch that are no padding
     for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
-        if batches and (len(batches[-1]) + 1) * lengths[batches[-1][0]] <= batch_tokens:
+        padded = (len(batches[-1]) + 1) * lengths[batches[-1][0]] if batches else 0
+        padding = padded - used - lengths[index]
+        if batches and padded <= batch_tokens and padding <= max_padding * padded:
             batches[-1].append(index)
+            used += lengths[index]
         else:
             batches.append([index])
+            used = lengths[index]
     return batches
+
+
+def _cut(
+    items: Iterable[_Item], num_tokens_of: Callable[[_Item], int], max_tokens: int
+) -> Iterator[list[_Item]]:
+    held: list[_Item] = []
+    num_tokens = 0
+    for item in items:
+        if held and num_tokens + num_tokens_of(item) > max_tokens:
+            yield held
+            held, num_tokens = [], 0
+        held.append(item)
+        num_tokens += num_tokens_of(item)
+    if held:
+        yield held

@@ -1,43 +1,57 @@
 """What is to be extracted and what is done already: settings, sidecars, the manifest at the end.
 
     features/extract.json          settings of an unfinished extraction
+    features/target_head.json      sidecar of the head: its size and sum
     features/shard-000000.json     sidecar of a finished shard: its manifest entry and its quarantined rows
-    features/manifest.json         written last, from all sidecars, which then go
+    features/manifest.json         written last, from all sidecars, which then go (data/feature_manifest.py)
 
-A shard counts as done only by a sidecar of the same settings, its size and its sha256, never because the file exists. Shards
-are numbered by the corpus, so another number of ranks continues the same work.
+A shard counts as done by a sidecar of the same settings and its size. It is not read again: 65 TB of sums would keep every new
+worker busy for hours, files get their name only when they are whole on disk, and `verify-features` reads everything when the set
+is finished. Shards are numbered by the corpus, so another number of workers continues the same work.
 """
 
 from __future__ import annotations
 
+import json
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from common.files import fields_of, read_json, sha256_file, write_json
+from common.files import fields_of, json_text, parse_json, sha256_file
 from common.fingerprint import fingerprint, require_equal
+from common.storage import Storage, open_storage
 from configs.schema import Config
 from data.corpus import CorpusManifest, read_corpus_manifest
 from data.feature_manifest import (
+    MANIFEST_FILE,
     FeatureManifest,
     HeadEntry,
     QuarantinedRow,
     ShardEntry,
-    manifest_path,
     read_feature_manifest,
     write_feature_manifest,
     wrong_files,
 )
 from data.settings import require_same_data
+from extract.batches import ShardCut
+from extract.patience import PatientStorage
+from target.head import save_target_head
 from target.identity import target_identity
+from target.load import Target
 
 logger = logging.getLogger(__name__)
 
-HEAD_FILE = "target_head.safetensors"
+HEAD_FILE, HEAD_RECORD, STARTED_FILE = (
+    "target_head.safetensors",
+    "target_head.json",
+    "extract.json",
+)
 TAP_CONVENTION = "output of 0-based decoder layer i (HF hidden_states[i+1])"
 REMEDY = "remove the features folder, or give this run another run.output_dir"
+NUM_READERS = 16  # of small files: a bucket answers each after tens of milliseconds
 
 
 @dataclass(frozen=True)
@@ -51,7 +65,8 @@ class ShardRecord:
 @dataclass(frozen=True)
 class ExtractWork:
     corpus_folder: Path
-    folder: Path
+    storage: Storage
+    """Where the features go."""
     corpus: CorpusManifest
     settings: dict[str, Any]
     """Everything that decides a byte of the features; training and evaluation read it from the manifest."""
@@ -88,12 +103,15 @@ def plan_work(config: Config) -> ExtractWork:
         "batch_tokens": config.extract.batch_tokens,
         "cpu_threads": config.run.cpu_threads,
     }
-    if config.extract.soft_labels:  # features made before these keys existed stay valid
+    if config.extract.max_padding < 1:  # features made before these keys existed stay valid
+        settings |= {"max_padding": config.extract.max_padding}
+    if config.extract.soft_labels:
         settings |= {
             "soft_labels": config.extract.soft_labels,
             "soft_label_temperature": config.extract.soft_label_temperature,
         }
-    return ExtractWork(corpus_folder, config.run.folder / "features", corpus, settings)
+    storage = PatientStorage(open_storage(config.features_location))
+    return ExtractWork(corpus_folder, storage, corpus, settings)
 
 
 def is_greedy(corpus: CorpusManifest) -> bool:
@@ -106,86 +124,137 @@ def shard_name(index: int) -> str:
     return f"shard-{index:06d}.parquet"
 
 
+def record_name(index: int) -> str:
+    return f"shard-{index:06d}.json"
+
+
 def is_complete(work: ExtractWork) -> bool:
     """Whether the manifest and every file it lists are there. Raises ValueError if other settings made it."""
-    if not manifest_path(work.folder).is_file():
+    if not work.storage.exists(MANIFEST_FILE):
         return False
-    manifest = read_feature_manifest(work.folder, with_rows=False)
-    require_equal(f"the manifest in {work.folder}", manifest.settings, work.settings, REMEDY)
-    return not wrong_files(work.folder, manifest)
+    manifest = read_feature_manifest(work.storage, with_rows=False)
+    wanted = work.settings
+    if "max_padding" not in manifest.settings:  # finished before batches were held to a padding
+        wanted = {key: value for key, value in wanted.items() if key != "max_padding"}
+    require_equal(f"the manifest in {work.storage.url}", manifest.settings, wanted, REMEDY)
+    return not wrong_files(work.storage, manifest)
 
 
 def require_same_start(work: ExtractWork) -> None:
     """Raises ValueError if the folder holds an extraction begun with other settings."""
-    started = _started_path(work.folder)
-    if started.is_file():
-        found = read_json(started, REMEDY)
-        with fields_of(started, REMEDY):
-            require_equal(f"the extraction begun in {work.folder}", found, work.settings, REMEDY)
+    try:
+        data = work.storage.read(STARTED_FILE)
+    except FileNotFoundError:
+        return
+    path = work.storage.location(STARTED_FILE)
+    found = parse_json(data, path, REMEDY)
+    with fields_of(path, REMEDY):
+        require_equal(f"the extraction begun in {work.storage.url}", found, work.settings, REMEDY)
 
 
 def open_work(work: ExtractWork) -> None:
-    """Main rank, before any shard and once the target is known to fit: a slip in the recipe must not leave a folder that
-    refuses its correction. Turns a manifest with missing files into sidecars again."""
-    write_json(_started_path(work.folder), work.settings)
-    if not manifest_path(work.folder).is_file():
+    """One worker at a time, before its first shard and once its target is known to fit: a slip in the recipe must not leave
+    a folder that refuses its correction. Turns a manifest with missing files into sidecars again."""
+    work.storage.remove_leftovers()
+    if not work.storage.create(STARTED_FILE, json_text(work.settings).encode()):
+        require_same_start(work)
+    if not work.storage.exists(MANIFEST_FILE) or is_complete(work):
         return
-    manifest = read_feature_manifest(work.folder)
-    logger.warning(
-        "making again what is missing: %s", ", ".join(wrong_files(work.folder, manifest))
-    )
+    manifest = read_feature_manifest(work.storage)
+    wrong = wrong_files(work.storage, manifest)
+    logger.warning("making again what is missing: %s", ", ".join(wrong))
+    found = work.storage.sizes()
     for entry in manifest.shards:
-        rows = [row for row in manifest.quarantined if row.shard == entry.file]
-        write_record(work, ShardRecord(entry, rows))
-    manifest_path(work.folder).unlink()
+        if found.get(entry.file) == entry.num_bytes:
+            rows = [row for row in manifest.quarantined if row.shard == entry.file]
+            write_record(work, ShardRecord(entry, rows))
+    work.storage.delete(MANIFEST_FILE)
+
+
+def save_head(work: ExtractWork, target: Target) -> None:
+    """The target's embedding and head, unless they are there."""
+    if _recorded_head(work) is not None:
+        return
+    with work.storage.aside(HEAD_FILE) as path:
+        save_target_head(path, target)
+        value = {"num_bytes": path.stat().st_size, "sha256": sha256_file(path)}
+        work.storage.put(HEAD_FILE, path)
+    work.storage.write(HEAD_RECORD, json_text(value).encode())
 
 
 def write_record(work: ExtractWork, record: ShardRecord) -> None:
-    write_json(
-        _sidecar(work.folder, record.shard.file), {"settings": work.fingerprint, **asdict(record)}
-    )
+    name = record.shard.file.replace(".parquet", ".json")
+    value = {"settings": work.fingerprint, **asdict(record)}
+    work.storage.write(name, json_text(value).encode())
 
 
-def read_records(work: ExtractWork) -> dict[str, ShardRecord]:
-    """Sidecars of these settings whose shard has the size they say, by shard name."""
-    records: dict[str, ShardRecord] = {}
-    for path in sorted(work.folder.glob("shard-*.json")):
-        record = _read_record(work, path)
-        shard = path.with_suffix(".parquet")
-        if record and shard.is_file() and shard.stat().st_size == record.shard.num_bytes:
-            records[shard.name] = record
-    return records
+def read_record(work: ExtractWork, index: int) -> ShardRecord | None:
+    """The sidecar of shard `index`; None if there is none, or one of other settings."""
+    path = work.storage.location(record_name(index))
+    try:
+        value = parse_json(work.storage.read(record_name(index)), path, "remove it")
+    except FileNotFoundError:
+        return None
+    with fields_of(path, "remove it"):  # never half: it was put whole
+        if value["settings"] != work.fingerprint:
+            return None
+        return ShardRecord(
+            ShardEntry(**value["shard"]), [QuarantinedRow(**row) for row in value["quarantined"]]
+        )
 
 
-def is_intact(work: ExtractWork, record: ShardRecord) -> bool:
-    return sha256_file(work.folder / record.shard.file) == record.shard.sha256
+def read_records(work: ExtractWork, indices: Sequence[int]) -> list[ShardRecord | None]:
+    """Sidecars of these shards, many at once."""
+    with ThreadPoolExecutor(NUM_READERS) as pool:
+        return list(pool.map(lambda index: read_record(work, index), indices))
 
 
-def finish_work(work: ExtractWork, num_shards: int, max_quarantined: float) -> FeatureManifest:
-    """Main rank, when all shards are there: write the manifest, then drop the sidecars."""
-    found = read_records(work)
-    records = [found[shard_name(index)] for index in range(num_shards)]
-    quarantined = [row for record in records for row in record.quarantined]
-    num_rows = sum(record.shard.num_rows for record in records)
-    assert num_rows + len(quarantined) == work.corpus.num_rows, "rows were lost"
-    require_few(quarantined, work.corpus.num_rows, max_quarantined)
+def finish_work(
+    work: ExtractWork,
+    cuts: Sequence[ShardCut],
+    max_quarantined: float,
+    first_rows: dict[str, Any] | None = None,
+) -> FeatureManifest | None:
+    """One worker, when all sidecars are there: write the manifest, then drop them. Any worker would write the same.
+
+    None if a sidecar or its shard was not what it should be: it is to be made again.
+    """
+    records = read_records(work, [cut.index for cut in cuts])
+    sizes = work.storage.sizes()
+    whole = [
+        record
+        for index, record in enumerate(records)
+        if record and sizes.get(shard_name(index)) == record.shard.num_bytes
+    ]
+    head = _recorded_head(work)
+    if len(whole) < len(cuts) or head is None:
+        _forget(work, {record.shard.file for record in whole}, len(cuts))
+        return None
+    quarantined = [row for record in whole for row in record.quarantined]
+    num_rows = sum(cut.num_rows for cut in cuts)
+    num_stored = sum(record.shard.num_rows for record in whole)
+    assert num_stored + len(quarantined) == num_rows, "rows were lost"
+    require_few(quarantined, num_rows, max_quarantined)
     manifest = write_feature_manifest(
-        work.folder,
+        work.storage,
         FeatureManifest(
             settings=work.settings,
-            shards=[record.shard for record in records],
+            shards=[record.shard for record in whole],
             quarantined=quarantined,
-            head=HeadEntry(HEAD_FILE, sha256_file(work.folder / HEAD_FILE)),
+            head=head,
+            first_rows=first_rows,
         ),
     )
-    clear_sidecars(work.folder)
+    clear_sidecars(work)
     return manifest
 
 
-def clear_sidecars(folder: Path) -> None:
+def clear_sidecars(work: ExtractWork) -> None:
     """Only once a manifest stands: it says the same."""
-    for path in [*folder.glob("shard-*.json"), _started_path(folder)]:
-        path.unlink(missing_ok=True)
+    names = [name for name in work.storage.names("shard-") if name.endswith(".json")]
+    with ThreadPoolExecutor(NUM_READERS) as pool:
+        list(pool.map(work.storage.delete, [*names, HEAD_RECORD, STARTED_FILE]))
+    work.storage.remove_leftovers()
 
 
 def require_few(
@@ -201,19 +270,19 @@ def require_few(
         )
 
 
-def _read_record(work: ExtractWork, path: Path) -> ShardRecord | None:
-    value = read_json(path, "remove it")  # sidecars are written atomically: never half
-    with fields_of(path, "remove it"):
-        if value["settings"] != work.fingerprint:
+def _recorded_head(work: ExtractWork) -> HeadEntry | None:
+    """None if the head is not there as its sidecar says."""
+    try:
+        value = json.loads(work.storage.read(HEAD_RECORD))
+        if work.storage.size(HEAD_FILE) != value["num_bytes"]:
             return None
-        return ShardRecord(
-            ShardEntry(**value["shard"]), [QuarantinedRow(**row) for row in value["quarantined"]]
-        )
+    except FileNotFoundError:
+        return None
+    return HeadEntry(HEAD_FILE, value["sha256"])
 
 
-def _sidecar(folder: Path, shard: str) -> Path:
-    return (folder / shard).with_suffix(".json")
-
-
-def _started_path(folder: Path) -> Path:
-    return folder / "extract.json"
+def _forget(work: ExtractWork, whole: set[str], num_shards: int) -> None:
+    for index in range(num_shards):
+        if shard_name(index) not in whole:
+            logger.warning("%s is made again", work.storage.location(shard_name(index)))
+            work.storage.delete(record_name(index))

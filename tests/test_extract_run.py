@@ -5,7 +5,9 @@ import shutil
 import socket
 import subprocess
 import sys
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,6 +22,7 @@ from data.corpus import CorpusRow, write_corpus
 from data.feature_manifest import manifest_path, read_feature_manifest
 from data.features import open_features, verify_features
 from data.settings import data_recipe
+from extract import slices, worker
 from extract.run import run_extract
 from extract.work import open_work, plan_work
 from target.generate import Sampling, generate_batch
@@ -118,32 +121,67 @@ def test_manifest_carries_the_settings_and_counts_every_row(make_run):
     assert verify_features(features_of(config)) == len(manifest.shards) + 2
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_any_order_and_number_of_ranks_gives_the_same_bytes(make_run, world_size, monkeypatch):
+def one_at_a_time(load):
+    """Workers are processes; in threads of one, transformers must not load twice at once."""
+    lock = threading.Lock()
+
+    def load_alone(section, device):
+        with lock:
+            return load(section, device)
+
+    return load_alone
+
+
+@pytest.mark.parametrize("num_workers", [2, 3])
+def test_workers_at_once_share_the_shards_and_give_the_same_bytes(
+    make_run, num_workers, monkeypatch
+):
     rows = make_rows(60)
     whole, shared = make_run(rows), make_run(rows)
     run_extract(whole, ONE)
-    work = plan_work(shared)
-    work.folder.mkdir(parents=True)
-    open_work(work)
-    target = stage.load_target(shared.target, "cpu")
-    tap_rms = stage._check_target(shared, work, target)
-    last_rank = Ranks(world_size - 1, world_size, 0, torch.device("cpu"))
-    stage._extract_all(shared, work, target, tap_rms, last_rank)
-    written = {path.name for path in work.folder.glob("*.parquet")}
-    assert 0 < len(written) < len(list(features_of(whole).glob("*.parquet")))
+    made = []
+    real = worker.write_extracted
 
-    extracted = []
-    real = stage.extract_slice
+    def spy(work, layout, extracted):
+        made.append(extracted.index)
+        return real(work, layout, extracted)
 
-    def spy(config, target, part, tap_rms):
-        extracted.append(f"shard-{part.index:06d}.parquet")
-        return real(config, target, part, tap_rms)
-
-    monkeypatch.setattr(stage, "extract_slice", spy)
-    run_extract(shared, ONE)
-    assert not written & set(extracted)  # nothing done is done again
+    monkeypatch.setattr(worker, "write_extracted", spy)
+    monkeypatch.setattr(stage, "load_target", one_at_a_time(stage.load_target))
+    with ThreadPoolExecutor(num_workers) as pool:
+        for future in [pool.submit(run_extract, shared, ONE) for _ in range(num_workers)]:
+            future.result()  # each ends, and only when all is there
+    shards = read_feature_manifest(features_of(shared)).shards
+    assert sorted(made) == list(range(len(shards)))  # nothing twice
     assert_same_folder(features_of(shared), features_of(whole))
+
+
+def test_what_is_done_is_not_done_again(make_run, monkeypatch):
+    rows = make_rows(60)
+    whole, stopped = make_run(rows), make_run(rows)
+    run_extract(whole, ONE)
+    made = []
+    real = worker.write_extracted
+
+    def stops_at_four(work, layout, extracted):
+        if len(made) == 4:
+            raise OSError(5, "Input/output error")
+        made.append(extracted.index)
+        return real(work, layout, extracted)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(worker, "write_extracted", stops_at_four)
+        with pytest.raises(OSError, match="Input/output"):
+            run_extract(stopped, ONE)
+    assert not list(features_of(stopped).glob("claims/*"))  # given up, not left to lapse
+    assert len(made) == 4
+    first, made = {*made}, []
+    monkeypatch.setattr(
+        worker, "write_extracted", lambda w, y, e: made.append(e.index) or real(w, y, e)
+    )
+    run_extract(stopped, ONE)
+    assert not first & {*made}
+    assert_same_folder(features_of(stopped), features_of(whole))
 
 
 def test_kill_minus_nine_of_two_ranks_then_one_rank_gives_the_same_bytes(make_run, tmp_path):
@@ -172,7 +210,8 @@ def test_kill_minus_nine_of_two_ranks_then_one_rank_gives_the_same_bytes(make_ru
     # what a kill in the middle of a write may leave
     unfinished = next(i for i in range(total) if not (folder / f"shard-{i:06d}.json").exists())
     (folder / f"shard-{unfinished:06d}.parquet").write_bytes(b"whole by name only")
-    (folder / f".shard-{unfinished:06d}.parquet.1.tmp").write_bytes(b"half")
+    writer = f"{socket.gethostname()}~{processes[0].pid}~7"
+    (folder / f".shard-{unfinished:06d}.parquet~{writer}.tmp").write_bytes(b"half")
     run_extract(killed, ONE)
     assert_same_folder(folder, features_of(whole))
 
@@ -202,21 +241,24 @@ def start_rank(recipe: Path, rank: int, world_size: int, port: int) -> subproces
     )
 
 
-def test_a_finished_shard_with_other_bytes_is_made_again_on_resume(make_run):
+def test_a_finished_shard_of_another_size_is_made_again_and_only_that(make_run, monkeypatch):
     rows = make_rows(60)
     whole, resumed = make_run(rows), make_run(rows)
     run_extract(whole, ONE)
-    work = plan_work(resumed)
-    work.folder.mkdir(parents=True)
-    open_work(work)
-    target = stage.load_target(resumed.target, "cpu")
-    stage._extract_all(resumed, work, target, stage._check_target(resumed, work, target), ONE)
-    path = work.folder / "shard-000001.parquet"
-    data = bytearray(path.read_bytes())
+    with monkeypatch.context() as patch:
+        patch.setattr(stage, "finish_work", lambda *_: sys.exit(143))
+        with pytest.raises(SystemExit):
+            run_extract(resumed, ONE)
+    torn, flipped = (features_of(resumed) / f"shard-00000{i}.parquet" for i in (1, 2))
+    torn.write_bytes(torn.read_bytes()[:-7])
+    data = bytearray(flipped.read_bytes())
     data[len(data) // 2] ^= 4
-    path.write_bytes(data)  # same size, sidecar beside it
+    flipped.write_bytes(data)
     run_extract(resumed, ONE)
-    assert_same_folder(features_of(resumed), features_of(whole))
+    assert torn.read_bytes() == (features_of(whole) / torn.name).read_bytes()
+    # no finished shard is read again on resume: bits that flip on the disk are for the command that reads everything
+    with pytest.raises(ValueError, match=flipped.name):
+        verify_features(features_of(resumed))
 
 
 def test_deleting_a_bad_shard_and_running_again_repairs_the_set(make_run):
@@ -249,9 +291,7 @@ def test_complete_features_are_left_alone_and_other_settings_are_refused(make_ru
 
 def test_an_unfinished_extraction_with_other_settings_is_refused(make_run):
     config = make_run(make_rows(20))
-    work = plan_work(config)
-    work.folder.mkdir(parents=True)
-    open_work(work)
+    open_work(plan_work(config))
     taps = config.drafter.model_copy(update={"target_layer_ids": (0, 2)})
     with pytest.raises(ValueError, match=r"target_layer_ids=\[1, 2, 4\], this run has \[0, 2\]"):
         run_extract(config.model_copy(update={"drafter": taps}), ONE)
@@ -292,7 +332,7 @@ def test_an_error_of_the_writing_thread_stops_the_stage(make_run, monkeypatch, n
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr(stage, "write_shard", full_disk)
+        patch.setattr(worker, "write_shard", full_disk)
         with pytest.raises(OSError, match="No space left"):
             run_extract(config, ONE)
     run_extract(config, ONE)  # and goes on from there
@@ -323,24 +363,56 @@ def test_too_many_bad_rows_stop_the_stage(make_run):
     assert not manifest_path(features_of(config)).exists()
 
 
-def test_a_bad_forward_is_quarantined(make_run, monkeypatch):
+def with_nan(output, rows):
+    """`rows`: (B,) bool, whose second token's features are NaN."""
+    features = output.features.clone()
+    features[rows, 1, 1, 3] = float("nan")
+    return replace(output, features=features)
+
+
+def test_a_row_that_the_target_cannot_take_is_quarantined(make_run, monkeypatch):
     rows = make_rows(40)
     config = make_run(rows, "extract.max_quarantined=0.5")
-    real = stage.forward_with_taps
+    real = slices.forward_with_taps
 
-    def broken(target, input_ids, lengths, layer_ids, need_last_hidden):
-        output = real(target, input_ids, lengths, layer_ids, need_last_hidden)
-        features = output.features.clone()
-        features[0, 0, 1, 3] = float("nan")  # the longest row of each batch
-        return replace(output, features=features)
+    def broken(target, input_ids, *rest, **kind):
+        return with_nan(real(target, input_ids, *rest, **kind), input_ids[:, 0] % 4 == 1)
 
-    monkeypatch.setattr(stage, "forward_with_taps", broken)
+    monkeypatch.setattr(slices, "forward_with_taps", broken)
     run_extract(config, ONE)
     manifest = read_feature_manifest(features_of(config))
     assert {row.reason for row in manifest.quarantined} == {"features are not finite"}
-    assert len(manifest.quarantined) + sum(s.num_rows for s in manifest.shards) == 40
+    assert {row.sample_id for row in manifest.quarantined} == {
+        row.sample_id for row in rows if row.input_ids[0] % 4 == 1
+    }
+    assert len(manifest.quarantined) + manifest.num_rows == 40
     for entry in (features := open_features(features_of(config))).entries:
         assert features.read(entry).features.isfinite().all()
+
+
+@pytest.mark.parametrize("is_for_good", [False, True])
+def test_a_device_that_breaks_quarantines_nothing_and_leaves_its_shards_to_others(
+    make_run, monkeypatch, is_for_good
+):
+    rows = make_rows(60)
+    whole, config = make_run(rows), make_run(rows, "extract.max_quarantined=1.0")
+    run_extract(whole, ONE)
+    real, calls = slices.forward_with_taps, []
+
+    def breaks_at_the_third(target, input_ids, *rest, **kind):
+        calls.append(None)
+        is_broken = len(calls) >= 3 if is_for_good else len(calls) == 3
+        return with_nan(
+            real(target, input_ids, *rest, **kind), torch.full((len(input_ids),), is_broken)
+        )
+
+    with monkeypatch.context() as patch:
+        patch.setattr(slices, "forward_with_taps", breaks_at_the_third)
+        with pytest.raises(ValueError, match="cpu does not compute the same twice"):
+            run_extract(config, ONE)
+    assert not manifest_path(features_of(config)).exists()
+    run_extract(config, ONE)  # sound
+    assert_same_folder(features_of(config), features_of(whole))
 
 
 def greedy_rows(target, num_rows=6):
@@ -389,7 +461,7 @@ def test_a_slip_in_the_recipe_does_not_refuse_its_correction(make_run):
     target = config.target.model_copy(update={"num_layers": 7})
     with pytest.raises(ValueError, match=r"target\.num_layers=7"):
         run_extract(config.model_copy(update={"target": target}), ONE)
-    assert not list(features_of(config).iterdir())
+    assert not features_of(config).exists()
     run_extract(config, ONE)
 
 

@@ -1,0 +1,80 @@
+"""Several workers on one machine: `python -m extract.launch NUM CONFIG...` starts them and waits for the last.
+
+Not torchrun: it ends all ranks when one fails, and these need nothing of each other. A worker that fails, with its GPU say,
+leaves its shards to the others; the exit code is 0 if they completed the set.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import subprocess
+import sys
+
+import torch
+
+from common.command import set_up_logging
+
+logger = logging.getLogger(__name__)
+
+
+def main(num_workers: int, arguments: list[str]) -> int:
+    """The exit code. Every worker sees its own share of the GPUs: several each if there are more GPUs than workers, for a target
+    that is spread by `target.device_map`."""
+    gpus = visible_gpus()
+    if gpus and num_workers > len(gpus):
+        raise ValueError(f"NPROC={num_workers}, but {len(gpus)} GPUs are visible; lower it")
+    first = int(os.environ.get("NODE_RANK", "0")) * num_workers
+    workers = [
+        subprocess.Popen(
+            [sys.executable, "-m", "extract", *arguments],
+            env=os.environ | worker_environment(index, num_workers, first, gpus),
+        )
+        for index in range(num_workers)
+    ]
+
+    def forward(number: int, _: object) -> None:
+        for worker in workers:
+            if worker.poll() is None:
+                worker.send_signal(number)
+
+    signal.signal(signal.SIGTERM, forward)
+    signal.signal(signal.SIGINT, lambda *_: None)  # the terminal has told the workers too
+    return exit_code([_wait(index, worker) for index, worker in enumerate(workers)])
+
+
+def visible_gpus() -> list[str]:
+    """As CUDA_VISIBLE_DEVICES names them."""
+    named = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if named is not None and named.strip():
+        return [name.strip() for name in named.split(",")][: torch.cuda.device_count()]
+    return [str(index) for index in range(torch.cuda.device_count())]
+
+
+def worker_environment(index: int, num_workers: int, first: int, gpus: list[str]) -> dict[str, str]:
+    """What tells worker `index` of this machine from the others; `first` is the rank of its worker 0."""
+    share = len(gpus) // num_workers
+    own = {"CUDA_VISIBLE_DEVICES": ",".join(gpus[index * share : (index + 1) * share])}
+    ranks = {"RANK": str(first + index), "LOCAL_RANK": "0", "WORLD_SIZE": str(num_workers)}
+    return ranks | (own if gpus else {})
+
+
+def exit_code(codes: list[int]) -> int:
+    """Of all workers: 0 if one saw the set complete, else the first failure's."""
+    if 0 in codes:
+        return 0
+    return codes[0] if codes[0] > 0 else 128 - codes[0]
+
+
+def _wait(index: int, worker: subprocess.Popen[bytes]) -> int:
+    code = worker.wait()
+    if code != 0:
+        how = f"with exit code {code}" if code > 0 else f"by signal {-code}"
+        logger.warning("worker %d ended %s; the others go on with its shards", index, how)
+    return code
+
+
+if __name__ == "__main__":
+    set_up_logging()
+    sys.exit(main(int(sys.argv[1]), sys.argv[2:]))
