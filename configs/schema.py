@@ -129,6 +129,8 @@ class TargetSection(Section):
     """Attention backend of data and extract; tree verification uses sdpa, which takes a mask."""
     device_map: str | None = None
     """`auto` spreads a target too big for one GPU over all of them (accelerate); null keeps it on the rank's device."""
+    num_parameters: PositiveInt | None = None
+    """Of the whole model, for plans of memory and hours made where its weights are not; null: counted in its folder."""
     chat_template_kwargs: dict[str, bool | int | str] = Field(default_factory=dict)
     """Passed to the chat template everywhere, e.g. `enable_thinking: true`. Recorded in every manifest."""
 
@@ -359,6 +361,9 @@ class DataSection(Section):
     """Expected mean tokens a sample (prompt and response), for plans before the corpus exists."""
     expected_response_tokens: PositiveInt | None = None
     """Expected mean response tokens a sample, likewise."""
+    expected_lengths: dict[Annotated[float, Field(gt=0, le=1)], PositiveInt] | None = None
+    """Expected tokens a sample by quantile, likewise, e.g. {0.1: 400, 0.5: 1500, 0.9: 4300, 1.0: 18432}; linear between. null: from
+    the means above, with an assumed spread."""
 
     @model_validator(mode="after")
     def _check(self) -> DataSection:
@@ -368,7 +373,18 @@ class DataSection(Section):
         if self.validation_fraction + self.test_fraction >= 1:
             raise ValueError("data.validation_fraction + data.test_fraction must be below 1")
         self._check_total()
+        self._check_lengths()
         return self
+
+    def _check_lengths(self) -> None:
+        lengths = self.expected_lengths
+        if lengths is None:
+            return
+        tokens = [lengths[share] for share in sorted(lengths)]
+        if 1.0 not in lengths or tokens != sorted(tokens):
+            raise ValueError(
+                f"data.expected_lengths={lengths} must rise with the quantile and end with 1.0, the longest sample"
+            )
 
     def _check_total(self) -> None:
         """What a recipe states about its size must be what its sources add up to. Test sources stand beside the total."""

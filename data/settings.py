@@ -9,7 +9,7 @@ from common.fingerprint import require_equal
 from configs.schema import DataSection
 
 # stated for plans made before the corpus exists, or shown beside it: they change no row
-_PLAN_ONLY = {"num_samples", "expected_tokens", "expected_response_tokens"}
+_PLAN_ONLY = {"num_samples", "expected_tokens", "expected_response_tokens", "expected_lengths"}
 _SHOWN_ONLY = ("license", "facts", "category", "num_rows", "expected_tokens")
 # a setting that is off decides nothing: a corpus made before it existed is still of this recipe
 _OFF = {

@@ -128,7 +128,7 @@ def test_the_missions_plan_says_what_the_mission_costs() -> None:
     done = subprocess.run(
         [sys.executable, "-c",
          "import sys, runpy; sys.argv = ['plan', 'configs/qwen3.6-27b.yaml'];"
-         "runpy.run_module('train.plan', run_name='__main__'); assert 'torch' not in sys.modules"],
+         "runpy.run_module('train.plan_page', run_name='__main__'); assert 'torch' not in sys.modules"],
         cwd=root, capture_output=True, text=True, check=True,
     )  # fmt: skip
     assert "1,730,213,120 parameters" in done.stdout

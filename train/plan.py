@@ -1,4 +1,4 @@
-"""`./launch.sh plan CONFIG`: bytes, hours, steps and memory of a run, before anything runs. Loads no model and no torch.
+"""Steps and memory of a training run, before anything runs. Loads no model and no torch.
 
 Memory is an estimate from formulas (below, each a line), for the largest micro-batch: a pack of train.pack_tokens tokens, or
 train.micro_batch_samples documents of train.max_tokens. It leaves out the allocator's fragments and the CUDA context, about 2 GB.
@@ -6,17 +6,14 @@ train.micro_batch_samples documents of train.max_tokens. It leaves out the alloc
 
 from __future__ import annotations
 
-import argparse
-import sys
 from dataclasses import dataclass
 
-from common.command import run_command, stage_parser
-from configs.load import load_config
 from configs.schema import Config
 from data.corpus import CorpusManifest, manifest_path, read_corpus_manifest
-from data.mix import plan_data
-from drafter.config import default_target_layer_ids
-from extract.plan import format_bytes, plan_extract
+from drafter.config import default_target_layer_ids, drafter_config
+from extract.footprint import ASSUMED_FLOPS, ASSUMED_GPU, FILLS_A_GPU
+from extract.plan import format_bytes
+from train.flops import train_flops, work_of_blocks
 
 GPU_COUNTS = (1, 4, 8)
 BUCKET_ELEMENTS = 500_000_000
@@ -40,6 +37,16 @@ class TrainPlan:
         layer = attention + 3 * hidden * drafter.intermediate_size + 2 * hidden
         fc = len(drafter.target_layer_ids) * hidden * hidden
         return drafter.num_layers * layer + fc + 2 * hidden
+
+    @property
+    def checkpoint_bytes(self) -> int:
+        """Float32 weights and both moments."""
+        return 12 * self.num_parameters
+
+    @property
+    def checkpoints_bytes(self) -> int:
+        """On disk at the worst moment: those kept, the best, the start of the decay, and one being written."""
+        return (self.config.train.keep_checkpoints + 3) * self.checkpoint_bytes
 
     @property
     def value_bytes(self) -> int:
@@ -125,16 +132,37 @@ class TrainPlan:
         rest = self.activation_bytes + self.ends_bytes + self.chunk_bytes
         return self.state_bytes(zero_stage, num_gpus) + rest
 
+    @property
+    def step_flops(self) -> float | None:
+        """Of one optimizer step, without what activation checkpointing repeats; None: no lengths known."""
+        if self.mean_tokens is None or self.mean_response_tokens is None or not self.mean_anchors:
+            return None
+        drafter, train = drafter_config(self.config), self.config.train
+        tokens = min(self.mean_tokens, train.max_tokens)
+        middle = max(0.0, tokens - min(self.mean_response_tokens, tokens) / 2)
+        anchors = [middle] * round(self.mean_anchors)
+        work = work_of_blocks(drafter, tokens, anchors, drafter.block_size - 1)
+        return train.global_batch_samples * train_flops(drafter, work, drafter.vocab_size)
+
+    def hours(self, num_gpus: int) -> float | None:
+        """At the speed that a plan assumes of a GPU; None for a drafter too small to fill one, or unknown lengths."""
+        if self.step_flops is None or self.num_parameters < FILLS_A_GPU / 4:
+            return None
+        repeated = 4 / 3 if self.config.train.activation_checkpointing else 1.0
+        seconds = self.config.train.steps * self.step_flops * repeated / ASSUMED_FLOPS
+        return seconds / num_gpus / 3600
+
     def lines(self) -> list[str]:
         """The plan as text, a fact a line."""
         train = self.config.train
         return [
             f"drafter: {self.num_parameters:,} parameters, {train.dtype}",
-            f"checkpoint: {format_bytes(12 * self.num_parameters)} (float32 weights and moments), "
-            f"{train.keep_checkpoints} kept besides the best and the start of the decay",
+            f"checkpoint: {format_bytes(self.checkpoint_bytes)} (float32 weights and moments), "
+            f"{train.keep_checkpoints} kept besides the best and the start of the decay: {format_bytes(self.checkpoints_bytes)}",
             self._taps_line(),
             self._steps_line(),
             self._step_line(),
+            *self._hours_lines(),
             f"logits: {format_bytes(self.whole_logits_bytes)} a micro-batch if they existed, "
             f"{format_bytes(self.chunk_bytes)} alive at once (train.head_chunk_rows={train.head_chunk_rows})",
             f"memory of a GPU beside weights and optimizer: activations {format_bytes(self.activation_bytes)}, "
@@ -172,6 +200,14 @@ class TrainPlan:
         drafted = anchors * (self.config.drafter.block_size - 1)
         return f"a step: about {tokens:,.0f} tokens, {anchors:,.0f} anchors, {drafted:,.0f} drafted slots"
 
+    def _hours_lines(self) -> list[str]:
+        if self.step_flops is None or self.hours(1) is None:
+            return []
+        taken = ", ".join(f"{count} GPU {self.hours(count):,.1f} h" for count in GPU_COUNTS)
+        return [
+            f"hours (a guess: {ASSUMED_GPU}): {taken}; {self.step_flops / 1e15:.2f} PFLOP a step",
+        ]
+
     def _memory_table(self) -> list[str]:
         head = "  ZeRO " + "".join(f"{f'{count} GPU':>12}" for count in GPU_COUNTS)
         rows = []
@@ -202,18 +238,3 @@ def plan_train(config: Config, corpus: CorpusManifest | None = None) -> TrainPla
         data.expected_tokens,
         data.expected_response_tokens,
     )
-
-
-def main(options: argparse.Namespace) -> None:
-    config = load_config(options.config, options.overrides)
-    sections = {
-        "data": plan_data(config.data),
-        "extract": plan_extract(config).lines(),
-        "train": plan_train(config).lines(),
-    }
-    for name, lines in sections.items():
-        sys.stdout.write("\n".join([name, *(f"  {line}" for line in lines)]) + "\n")
-
-
-if __name__ == "__main__":
-    run_command(stage_parser("plan", "What a run costs, before anything runs."), main)
