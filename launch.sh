@@ -85,6 +85,9 @@ stage() {
     esac
     PATH="$PWD/.venv/bin:$PATH" .venv/bin/deepspeed --hostfile "$HOSTFILE" ${MASTER_PORT:+--master_port "$MASTER_PORT"} \
       "${here[@]}" --no_local_rank --module train "$@"
+  elif [ "$module" = extract ]; then  # workers that need nothing of each other, on this machine and on others
+    local workers=(extract); [ "$nproc" -le 1 ] || workers=(extract.launch "$nproc")
+    ${front:-} .venv/bin/python -m "${workers[@]}" "$@"
   elif [ "${NNODES:-1}" -gt 1 ]; then
     [ -n "${MASTER_ADDR:-}" ] || die "NNODES=$NNODES needs MASTER_ADDR, the first node's address"
     .venv/bin/python -m common.torchrun --nnodes "$NNODES" --node-rank "${NODE_RANK:-0}" --nproc-per-node "$nproc" \
@@ -139,6 +142,7 @@ main() {
     data | extract | train | evaluate | export)
       setup
       [ $# -gt 0 ] || die "$command needs a recipe, e.g. ./launch.sh $command configs/demo.yaml"
+      [ "$command" != extract ] || local front=exec  # SIGTERM, a spot machine's notice, then reaches the worker
       stage "$(module_of "$command")" "$@" ;;
     *) die "unknown command '$command'; ./launch.sh prints the list" ;;
   esac

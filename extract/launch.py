@@ -69,7 +69,7 @@ def exit_code(codes: list[int]) -> int:
 
 def _wait(index: int, worker: subprocess.Popen[bytes]) -> int:
     code = worker.wait()
-    if code != 0:
+    if code not in (0, 128 + signal.SIGTERM, 128 + signal.SIGINT):
         how = f"with exit code {code}" if code > 0 else f"by signal {-code}"
         logger.warning("worker %d ended %s; the others go on with its shards", index, how)
     return code

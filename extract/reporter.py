@@ -129,7 +129,12 @@ class Reporter:
             **own,
         }
 
+    def begin(self) -> None:
+        """Rates count from what is there now."""
+        self._window.append(self.totals())
+
     def report(self) -> None:
+        """One line, and the same to W&B."""
         totals = self.totals()
         metrics = self.metrics(totals)
         logger.info("%s", self._line(totals, metrics))
@@ -145,7 +150,7 @@ class Reporter:
         return (
             f"extract: {totals.rows:,}/{self._num_rows:,} rows, {rate:,.0f} tokens/s, "
             f"{metrics['extract/gb_per_s']:.3g} GB/s, {eta}, {totals.quarantined} quarantined, "
-            f"{metrics['extract/workers']:.0f} workers; this one: {metrics['extract/worker_rows']:,.0f} rows, "
+            f"{_counted(metrics['extract/workers'], 'worker')}; this one: {metrics['extract/worker_rows']:,.0f} rows, "
             f"{metrics['extract/worker_tokens_per_s']:,.0f} tokens/s, padding {metrics['extract/padding']:.1%}, "
             f"{metrics['extract/worker_quarantined']:.0f} quarantined"
         )
@@ -153,8 +158,16 @@ class Reporter:
     def _report_on(self) -> None:
         """A line that cannot be written stops no work."""
         every_s = EVERY_S if self.work.storage.folder else BUCKET_EVERY_S
-        while not self._stop.wait(every_s):
+        step = self.begin
+        while True:
             try:
-                self.report()
+                step()
             except OSError as error:
                 logger.warning("no progress line: %s", error)
+            step = self.report
+            if self._stop.wait(every_s):
+                return
+
+
+def _counted(number: float, noun: str) -> str:
+    return f"{number:.0f} {noun}" + ("s" if number != 1 else "")
