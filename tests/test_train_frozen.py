@@ -21,7 +21,8 @@ from drafter.folder import (
 )
 from drafter.model import Drafter
 from train.engine import join_process_group
-from train.initialise import frozen_names, initial_drafter
+from train.freeze import frozen_names
+from train.initialise import initial_drafter
 from train.loop import train_drafter
 
 FROZEN = "train.freeze=[fc, layers.0, 'layers.1.mlp.*_proj.weight']"
@@ -55,12 +56,12 @@ def is_frozen(name: str) -> bool:
     ("stage", "dtype", "more"),
     [
         (0, "float32", ()),
-        (0, "bfloat16", ()),
-        (1, "float32", ("train.weight_decay=0.1",)),
+        pytest.param(0, "bfloat16", (), marks=pytest.mark.slow),
+        pytest.param(1, "float32", ("train.weight_decay=0.1",), marks=pytest.mark.slow),
         (1, "bfloat16", ("train.optimizer=muon",)),
-        (2, "bfloat16", ("train.offload=optimizer",)),
+        pytest.param(2, "bfloat16", ("train.offload=optimizer",), marks=pytest.mark.slow),
         (3, "float32", ()),
-        (3, "bfloat16", ()),
+        pytest.param(3, "bfloat16", (), marks=pytest.mark.slow),
     ],
 )
 def test_frozen_parts_stay_bit_for_bit_and_are_in_no_optimizer_and_no_checkpoint(

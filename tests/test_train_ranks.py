@@ -111,8 +111,13 @@ def test_two_ranks_train_as_one_does_and_resume_exactly_at_any_world_size(
 ) -> None:
     recipes = {
         name: make_recipe(tmp_path / name)
-        for name in ("whole", "halves", "uneven", "packed", "bf16", "bf16-halves", "to-one", "walk")
+        for name in (
+            *("whole", "halves", "uneven", "packed", "bf16", "bf16-halves", "to-one", "walk"),
+            *("muon", "muon-halves"),
+        )
     }
+    # matrices lie across two ranks' shares: DeepSpeed exchanges the pieces
+    muon = ["train.dtype=bfloat16", "train.optimizer=muon"]
     bf16 = ["train.dtype=bfloat16", "train.zero_stage=3"]
     launch(
         TORCHRUN,
@@ -126,6 +131,9 @@ def test_two_ranks_train_as_one_does_and_resume_exactly_at_any_world_size(
             (recipes["bf16"], bf16, None),
             (recipes["bf16-halves"], bf16, 4),
             (recipes["bf16-halves"], bf16, None),
+            (recipes["muon"], muon, None),
+            (recipes["muon-halves"], muon, 4),
+            (recipes["muon-halves"], muon, None),
             (recipes["to-one"], [], 4),
         ],
         tmp_path,
@@ -134,6 +142,13 @@ def test_two_ranks_train_as_one_does_and_resume_exactly_at_any_world_size(
     curves = {name: read_curve(tmp_path / name / "run") for name in recipes}
     assert curves["halves"] == curves["whole"]
     assert curves["bf16-halves"] == curves["bf16"]
+    assert curves["muon-halves"] == curves["muon"]
+    with_muon = make_config(tmp_path / "muon-alone", *muon)
+    train_drafter(with_muon, ONE_RANK)
+    assert losses_and_norms(tmp_path / "muon" / "run") == pytest.approx(
+        losses_and_norms(with_muon.run.folder),
+        rel=0.02,  # bf16 rounds
+    )
     alone = make_config(tmp_path / "walk-alone", *WALK)
     train_drafter(alone, ONE_RANK)
     assert losses_and_norms(tmp_path / "walk" / "run") == pytest.approx(

@@ -138,15 +138,6 @@ def test_the_missions_plan_says_what_the_mission_costs() -> None:
     assert "3.8 GB a micro-batch if they existed" in done.stdout
 
 
-def test_memory_of_zero_stages_by_hand(tmp_path: Path) -> None:
-    config = make_config(tmp_path, "train.dtype=bfloat16")
-    plan = plan_train(config)
-    size = plan.num_parameters
-    assert plan.state_bytes(0, 8) == size * (2 + 2 + 12)
-    assert plan.state_bytes(1, 8) == size * (2 + 6 + 12 / 8)
-    assert plan.state_bytes(3, 8) == size * (2 / 8 + 4 / 8 + 2 + 12 / 8)
-
-
 def test_wandb_without_a_key_stays_on_this_machine(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

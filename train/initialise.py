@@ -5,11 +5,8 @@ L target layers, D taps, H hidden.
 
 from __future__ import annotations
 
-import difflib
 import json
-from collections.abc import Sequence
 from dataclasses import replace
-from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +24,7 @@ from drafter.model import Drafter
 from drafter.own_head import require_targets_own
 from target.head import load_target_head
 from target.load import target_folder
+from train.freeze import frozen_names
 
 TARGET_LAYERS = "target_layers"
 PLAIN_FAMILIES = ("llama", "mistral", "qwen3")
@@ -56,27 +54,6 @@ def initial_drafter(config: Config) -> Drafter:
     for name, parameter in drafter.named_parameters():
         parameter.requires_grad_(name not in frozen)
     return drafter
-
-
-def frozen_names(patterns: Sequence[str], names: Sequence[str]) -> set[str]:
-    """Names that are a pattern, lie in the module it names, or match its `*`. Raises ValueError if one fits none or all."""
-    frozen: set[str] = set()
-    for pattern in patterns:
-        found = {n for n in names if n.startswith(f"{pattern}.") or fnmatchcase(n, pattern)}
-        if not found:
-            near = difflib.get_close_matches(pattern, [*_modules(names), *names], 3, 0.5)
-            raise ValueError(
-                f"train.freeze: {pattern!r} names no parameter or module of the drafter; near it: {', '.join(near) or 'nothing'}"
-            )
-        frozen |= found
-    if len(frozen) == len(names):
-        raise ValueError(f"train.freeze={list(patterns)} leaves nothing to train; name less")
-    return frozen
-
-
-def _modules(names: Sequence[str]) -> list[str]:
-    parts = [name.split(".") for name in names]
-    return sorted({".".join(part[:size]) for part in parts for size in range(1, len(part))})
 
 
 def _unfrozen_drafter(config: Config) -> Drafter:

@@ -1,12 +1,8 @@
-"""Steps and memory of a training run, before anything runs. Loads no model and no torch.
-
-Memory is an estimate from formulas (below, each a line), for the largest micro-batch: a pack of train.pack_tokens tokens, or
-train.micro_batch_samples documents of train.max_tokens. It leaves out the allocator's fragments and the CUDA context, about 2 GB.
-"""
+"""Steps, hours and memory (train/memory.py) of a training run, before anything runs. Loads no model and no torch."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from configs.schema import Config
 from data.corpus import CorpusManifest, manifest_path, read_corpus_manifest
@@ -14,9 +10,7 @@ from drafter.config import default_target_layer_ids, drafter_config
 from extract.footprint import ASSUMED_FLOPS, ASSUMED_GPU, FILLS_A_GPU
 from extract.plan import format_bytes
 from train.flops import train_flops, work_of_blocks
-
-GPU_COUNTS = (1, 4, 8)
-BUCKET_ELEMENTS = 500_000_000
+from train.memory import GPU_COUNTS, SPARE, TrainMemory
 
 
 @dataclass(frozen=True)
@@ -28,29 +22,23 @@ class TrainPlan:
     mean_response_tokens: float | None
 
     @property
+    def memory(self) -> TrainMemory:
+        return TrainMemory(self.config)
+
+    @property
     def num_parameters(self) -> int:
-        """Of the drafter: what is trained, reduced and saved."""
-        drafter, hidden = self.config.drafter, self.config.target.hidden_size
-        queries = drafter.num_attention_heads * drafter.head_dim
-        keys = drafter.num_key_value_heads * drafter.head_dim
-        attention = hidden * (2 * queries + 2 * keys) + 2 * drafter.head_dim
-        layer = attention + 3 * hidden * drafter.intermediate_size + 2 * hidden
-        fc = len(drafter.target_layer_ids) * hidden * hidden
-        return drafter.num_layers * layer + fc + 2 * hidden
+        """Of the drafter."""
+        return self.memory.num_parameters
 
     @property
     def checkpoint_bytes(self) -> int:
-        """Float32 weights and both moments."""
-        return 12 * self.num_parameters
+        """Float32 weights and moments of what is trained."""
+        return 4 * self.memory.num_trained + self.memory.moment_bytes
 
     @property
     def checkpoints_bytes(self) -> int:
         """On disk at the worst moment: those kept, the best, the start of the decay, and one being written."""
         return (self.config.train.keep_checkpoints + 3) * self.checkpoint_bytes
-
-    @property
-    def value_bytes(self) -> int:
-        return 2 if self.config.train.dtype == "bfloat16" else 4
 
     @property
     def epochs(self) -> float | None:
@@ -66,71 +54,10 @@ class TrainPlan:
             return None
         return min(self.config.train.num_anchors, max(0.0, self.mean_response_tokens - 1))
 
-    def state_bytes(self, zero_stage: int, num_gpus: int) -> float:
-        """Weights, gradients, float32 masters and moments on one GPU."""
-        size, value = self.num_parameters, self.value_bytes
-        shared = num_gpus if zero_stage > 0 else 1
-        has_masters = value == 2 or zero_stage > 0
-        optimizer = size * (8 + (4 if has_masters else 0)) / shared
-        weights = size * value / (num_gpus if zero_stage == 3 else 1)
-        bucket = value * min(size, BUCKET_ELEMENTS)
-        if zero_stage == 0:
-            gradients = size * value
-        elif zero_stage == 1:  # bf16: accumulated in float32 beside the backward's own
-            gradients = size * (value + 4) if value == 2 else size * value
-        else:
-            gradients = size * 4 / num_gpus + bucket
-        return weights + gradients + optimizer
-
-    @property
-    def activation_bytes(self) -> float:
-        """What the drafter keeps for backward: per block slot and layer, and per context token."""
-        drafter, hidden, train = (
-            self.config.drafter,
-            self.config.target.hidden_size,
-            self.config.train,
-        )
-        queries = drafter.num_attention_heads * drafter.head_dim
-        keys = drafter.num_key_value_heads * drafter.head_dim
-        slots = self.forward_blocks * drafter.block_size
-        layer = slots * (5 * hidden + 4 * queries + 4 * keys + 4 * drafter.intermediate_size)
-        layers = drafter.num_layers
-        kept = layer + layers * slots * hidden if train.activation_checkpointing else layers * layer
-        per_token = (len(drafter.target_layer_ids) + 3) * hidden + 4 * keys * layers
-        context = self.forward_tokens * per_token
-        return self.value_bytes * (kept + context)
-
-    @property
-    def forward_tokens(self) -> int:
-        """Context tokens of the largest forward: a pack, or a micro-batch of the longest documents."""
-        train = self.config.train
-        return train.pack_tokens or train.micro_batch_samples * train.max_tokens
-
-    @property
-    def forward_blocks(self) -> int:
-        train = self.config.train
-        return train.pack_blocks or train.micro_batch_samples * train.num_anchors
-
-    @property
-    def ends_bytes(self) -> int:
-        """The target's frozen embedding and head, untied."""
-        return 2 * self.config.target.vocab_size * self.config.target.hidden_size * self.value_bytes
-
-    @property
-    def chunk_bytes(self) -> int:
-        """Logits alive at once: in the compute dtype, in float32, and as probabilities."""
-        rows = self.config.train.head_chunk_rows
-        return rows * self.config.target.vocab_size * (8 if self.value_bytes == 2 else 4)
-
-    @property
-    def whole_logits_bytes(self) -> int:
-        """What the logits of one micro-batch would take if they existed."""
-        slots = self.config.drafter.block_size - 1
-        return self.forward_blocks * slots * self.config.target.vocab_size * self.value_bytes
-
     def gpu_bytes(self, zero_stage: int, num_gpus: int) -> float:
-        rest = self.activation_bytes + self.ends_bytes + self.chunk_bytes
-        return self.state_bytes(zero_stage, num_gpus) + rest
+        """At the worst moment of a step, with the recipe's offload where the stage has it."""
+        sharding = replace(self.memory.sharding, zero_stage=zero_stage)
+        return self.memory.gpu_bytes(sharding, num_gpus)
 
     @property
     def step_flops(self) -> float | None:
@@ -154,7 +81,7 @@ class TrainPlan:
 
     def lines(self) -> list[str]:
         """The plan as text, a fact a line."""
-        train = self.config.train
+        train, memory = self.config.train, self.memory
         return [
             f"drafter: {self.num_parameters:,} parameters, {train.dtype}",
             f"checkpoint: {format_bytes(self.checkpoint_bytes)} (float32 weights and moments), "
@@ -163,12 +90,12 @@ class TrainPlan:
             self._steps_line(),
             self._step_line(),
             *self._hours_lines(),
-            f"logits: {format_bytes(self.whole_logits_bytes)} a micro-batch if they existed, "
-            f"{format_bytes(self.chunk_bytes)} alive at once (train.head_chunk_rows={train.head_chunk_rows})",
-            f"memory of a GPU beside weights and optimizer: activations {format_bytes(self.activation_bytes)}, "
-            f"embedding and head {format_bytes(self.ends_bytes)}, logits {format_bytes(self.chunk_bytes)}",
-            "memory of a GPU, all (estimate):",
-            *self._memory_table(),
+            f"logits: {format_bytes(memory.whole_logits_bytes)} a micro-batch if they existed, "
+            f"{format_bytes(memory.chunk_bytes)} alive at once (train.head_chunk_rows={train.head_chunk_rows})",
+            f"memory of a GPU beside weights and optimizer: activations {format_bytes(memory.activation_bytes)}, "
+            f"embedding and head {format_bytes(memory.ends_bytes)}, logits {format_bytes(memory.chunk_bytes)}",
+            f"memory of a GPU, all (estimate), and the number of cards of a kind it fits with {SPARE:.0%} to spare:",
+            *(f"  {line}" for line in memory.table()),
         ]
 
     def _taps_line(self) -> str:
@@ -207,15 +134,6 @@ class TrainPlan:
         return [
             f"hours (a guess: {ASSUMED_GPU}): {taken}; {self.step_flops / 1e15:.2f} PFLOP a step",
         ]
-
-    def _memory_table(self) -> list[str]:
-        head = "  ZeRO " + "".join(f"{f'{count} GPU':>12}" for count in GPU_COUNTS)
-        rows = []
-        for stage in range(4):
-            cells = "".join(f"{format_bytes(self.gpu_bytes(stage, n)):>12}" for n in GPU_COUNTS)
-            mark = "  <- this recipe" if stage == self.config.train.zero_stage else ""
-            rows.append(f"  {stage:<5}{cells}{mark}")
-        return [head, *rows]
 
 
 def plan_train(config: Config, corpus: CorpusManifest | None = None) -> TrainPlan:
