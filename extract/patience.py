@@ -47,7 +47,14 @@ class PatientStorage(Storage):
         return self.inner.aside(name)
 
     def put(self, name: str, path: Path) -> None:
-        self._try(lambda: self.inner.put(name, path))
+        """A try that failed on its way back may have moved the file to where it belongs."""
+        num_bytes = path.stat().st_size
+
+        def put() -> None:
+            if path.exists() or self.inner.size(name) != num_bytes:
+                self.inner.put(name, path)
+
+        self._try(put)
 
     def local_copy(self, name: str) -> contextlib.AbstractContextManager[Path]:
         return self.inner.local_copy(name)

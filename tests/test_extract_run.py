@@ -1,52 +1,37 @@
 """The stage on a tiny target: features are the target's own, and any history of runs gives the same bytes."""
 
-import os
 import shutil
 import socket
-import subprocess
 import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 import yaml
+from extract_runs import (
+    ONE,
+    assert_same_folder,
+    bytes_of,
+    features_of,
+    make_rows,
+    start_worker,
+    write_rows,
+)
 
 import extract.run as stage
-from common.distributed import Ranks
-from data.corpus import CorpusRow, write_corpus
+from data.corpus import CorpusRow
 from data.feature_manifest import manifest_path, read_feature_manifest
 from data.features import open_features, verify_features
-from data.settings import data_recipe
 from extract import slices, worker
 from extract.run import run_extract
 from extract.work import open_work, plan_work
 from target.generate import Sampling, generate_batch
 from target.identity import target_identity
 from target.taps import forward_with_taps
-
-ONE = Ranks(0, 1, 0, torch.device("cpu"))
-
-
-def make_rows(num_rows, seed=0, longest=160):
-    generator = np.random.default_rng(seed)
-    rows = []
-    for index in range(num_rows):
-        num_tokens = int(generator.integers(3, longest))
-        ids = generator.integers(0, 256, num_tokens).astype(np.int32)
-        mask = np.arange(num_tokens) >= num_tokens // 3
-        split = ("train", "train", "validation", "test")[index % 4]
-        rows.append(CorpusRow(f"sample-{index:03d}", "toy", "task", split, "[]", ids, mask, True))
-    return rows
-
-
-def write_rows(config, rows):
-    settings = target_identity(config.target) | {"data": "toy", "recipe": data_recipe(config.data)}
-    write_corpus(config.run.folder / "corpus", rows, settings, {}, 64)
 
 
 @pytest.fixture(scope="module")
@@ -60,21 +45,6 @@ def make_run(tiny_config):
         return config
 
     return make
-
-
-def features_of(config) -> Path:
-    return config.run.folder / "features"
-
-
-def bytes_of(folder: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in sorted(folder.iterdir())}
-
-
-def assert_same_folder(found: Path, wanted: Path):
-    found_files, wanted_files = bytes_of(found), bytes_of(wanted)
-    assert found_files.keys() == wanted_files.keys()
-    for name, data in wanted_files.items():
-        assert found_files[name] == data, name
 
 
 @pytest.mark.parametrize(("family", "codec"), [("llama", "fp32"), ("qwen3_sliding", "bf16-planes")])
@@ -192,8 +162,7 @@ def test_kill_minus_nine_of_two_ranks_then_one_rank_gives_the_same_bytes(make_ru
     recipe.write_text(yaml.safe_dump(killed.model_dump(mode="json")))
     folder = features_of(killed)
 
-    port = find_port()
-    processes = [start_rank(recipe, rank, 2, port) for rank in range(2)]
+    processes = [start_worker(recipe) for _ in range(2)]
     deadline = time.monotonic() + 240
     while len(list(folder.glob("shard-*.json"))) < 4:
         assert time.monotonic() < deadline, processes[0].poll()
@@ -214,31 +183,6 @@ def test_kill_minus_nine_of_two_ranks_then_one_rank_gives_the_same_bytes(make_ru
     (folder / f".shard-{unfinished:06d}.parquet~{writer}.tmp").write_bytes(b"half")
     run_extract(killed, ONE)
     assert_same_folder(folder, features_of(whole))
-
-
-def find_port() -> int:
-    with socket.socket() as server:
-        server.bind(("127.0.0.1", 0))
-        return server.getsockname()[1]
-
-
-def start_rank(recipe: Path, rank: int, world_size: int, port: int) -> subprocess.Popen[bytes]:
-    """What torchrun starts for a rank."""
-    environment = os.environ | {
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        "WORLD_SIZE": str(world_size),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        "OMP_NUM_THREADS": "1",
-        "CUDA_VISIBLE_DEVICES": "",
-    }
-    return subprocess.Popen(
-        [sys.executable, "-m", "extract", str(recipe)],
-        cwd=Path(__file__).parents[1],
-        env=environment,
-        stderr=subprocess.DEVNULL,
-    )
 
 
 def test_a_finished_shard_of_another_size_is_made_again_and_only_that(make_run, monkeypatch):
