@@ -135,7 +135,7 @@ def test_the_missions_plan_says_what_the_mission_costs() -> None:
     assert "65.4 TB (this recipe)" in done.stdout
     assert "2.99 epochs" in done.stdout
     assert "[1, 16, 31, 46, 61] (as released drafters have them)" in done.stdout
-    assert "3.8 GB a micro-batch if they existed" in done.stdout
+    assert "7.6 GB a micro-batch if they existed" in done.stdout
 
 
 def test_wandb_without_a_key_stays_on_this_machine(

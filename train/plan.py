@@ -7,9 +7,11 @@ from dataclasses import dataclass, replace
 from configs.schema import Config
 from data.corpus import CorpusManifest, manifest_path, read_corpus_manifest
 from drafter.config import default_target_layer_ids, drafter_config
+from drafter.shapes import expected_shapes
 from extract.footprint import ASSUMED_FLOPS, ASSUMED_GPU, FILLS_A_GPU
 from extract.plan import format_bytes
 from train.flops import train_flops, work_of_blocks
+from train.freeze import frozen_names
 from train.memory import GPU_COUNTS, SPARE, TrainMemory
 
 
@@ -69,7 +71,8 @@ class TrainPlan:
         middle = max(0.0, tokens - min(self.mean_response_tokens, tokens) / 2)
         anchors = [middle] * round(self.mean_anchors)
         work = work_of_blocks(drafter, tokens, anchors, drafter.block_size - 1)
-        return train.global_batch_samples * train_flops(drafter, work, drafter.vocab_size)
+        frozen = frozen_names(train.freeze, list(expected_shapes(drafter)))
+        return train.global_batch_samples * train_flops(drafter, work, drafter.vocab_size, frozen)
 
     def hours(self, num_gpus: int) -> float | None:
         """At the speed that a plan assumes of a GPU; None for a drafter too small to fill one, or unknown lengths."""
