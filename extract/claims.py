@@ -36,9 +36,14 @@ class Claims:
     """This worker's claims, and what it has seen of the others'. A context: claims live no longer than it."""
 
     def __init__(
-        self, storage: Storage, lease_s: float, clock: Callable[[], float] = time.monotonic
+        self,
+        storage: Storage,
+        lease_s: float,
+        clock: Callable[[], float] = time.monotonic,
+        prefix: str = PREFIX,
     ):
-        self.storage, self.lease_s, self.clock = storage, lease_s, clock
+        """prefix: the folder of the claims; those of other work do not meet there."""
+        self.storage, self.lease_s, self.clock, self.prefix = storage, lease_s, clock, prefix
         self.worker = f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}"
         self._held: dict[str, int] = {}  # name -> beat
         self._seen: dict[str, tuple[bytes, float]] = {}  # others': bytes, since when
@@ -71,7 +76,7 @@ class Claims:
         if not self.is_abandoned(name):
             return False
         logger.info("taking over %s from a worker that is gone", name)
-        self.storage.delete(_path(name))
+        self.storage.delete(self._path(name))
         return self._create(name)
 
     def is_abandoned(self, name: str) -> bool:
@@ -80,7 +85,7 @@ class Claims:
         Looking is what starts that clock.
         """
         try:
-            data = self.storage.read(_path(name))
+            data = self.storage.read(self._path(name))
         except FileNotFoundError:
             self._seen.pop(name, None)
             return True
@@ -93,7 +98,7 @@ class Claims:
         """Done with `name`, or unable to go on. A claim that another has taken over stays the other's."""
         with self._lock:
             if self._held.pop(name, None) is not None and self._is_ours(name):
-                self.storage.delete(_path(name))
+                self.storage.delete(self._path(name))
 
     def give_up_all(self) -> None:
         for name in self.held:
@@ -124,7 +129,7 @@ class Claims:
                     continue
                 if self._is_ours(name):
                     self._held[name] += 1
-                    self.storage.write(_path(name), self._data(self._held[name]))
+                    self.storage.write(self._path(name), self._data(self._held[name]))
                 else:
                     del self._held[name]
                     logger.warning("%s was taken over: this worker was silent too long", name)
@@ -139,7 +144,7 @@ class Claims:
 
     def _create(self, name: str) -> bool:
         with self._lock:
-            created = self.storage.create(_path(name), self._data(0))
+            created = self.storage.create(self._path(name), self._data(0))
             if created:
                 self._held[name] = 0
                 self.worked()
@@ -147,9 +152,12 @@ class Claims:
 
     def _is_ours(self, name: str) -> bool:
         try:
-            return json.loads(self.storage.read(_path(name)))["worker"] == self.worker
+            return json.loads(self.storage.read(self._path(name)))["worker"] == self.worker
         except FileNotFoundError:
             return False
+
+    def _path(self, name: str) -> str:
+        return f"{self.prefix}{name}.json"
 
     def _data(self, beat: int) -> bytes:
         machine, process = _this_process()
@@ -178,10 +186,6 @@ def clear_claims(storage: Storage) -> None:
     if storage.folder:
         with contextlib.suppress(OSError):  # somebody came in between; the folder is harmless
             (storage.folder / PREFIX).rmdir()
-
-
-def _path(name: str) -> str:
-    return f"{PREFIX}{name}.json"
 
 
 def _this_process() -> tuple[str, str]:

@@ -19,12 +19,14 @@ from common.wandb_run import WandbRun, has_key, start_run
 from configs.schema import Config
 from data.corpus_rows import CorpusRows
 from data.feature_manifest import FeatureManifest
-from extract.batches import ShardCut, cut_lengths, shard_tokens
+from extract.batches import shard_tokens
 from extract.board import Board
 from extract.checks import FIRST_ROWS, measure_first_rows, require_greedy_match
 from extract.claims import BEATS_A_LEASE, Claims, clear_claims
 from extract.plan import plan_extract, raw_bytes_per_token
 from extract.reporter import Reporter
+from extract.selected_rows import rows_kind, stored_rows
+from extract.stream import Stream, fill_ring, open_stream
 from extract.work import (
     ExtractWork,
     clear_sidecars,
@@ -54,15 +56,28 @@ def run_extract(config: Config, ranks: Ranks, ignore_disk: bool = False) -> None
     with only_writer(config.run.folder / ".prepare.lock", PREPARE_PATIENCE_S):
         prepare_target(config)
     work = plan_work(config)
+    stream = open_stream(config, work) if config.train.source == "stream" else None
     if is_complete(work):
         _leave(work)
-        logger.info("%s is complete with these settings: nothing to do", work.storage.url)
-        return
-    _begin(config, work, ignore_disk)
-    corpus = CorpusRows(work.corpus_folder, work.corpus)
+        if stream is None or stream.is_trained():
+            logger.info("%s is complete with these settings: nothing to do", work.storage.url)
+            return
+    else:
+        _begin(config, work, stream, ignore_disk)
     target = load_target(config.target, ranks.device)
-    tap_rms = _check_target(config, work, corpus, target)
-    cuts = _cuts(config, work, corpus)
+    tap_rms = check_target(config, work, target)
+    if not is_complete(work):
+        _make_shards(config, work, target, tap_rms, ranks)
+    if stream is not None:
+        fill_ring(stream, target, tap_rms)
+
+
+def _make_shards(
+    config: Config, work: ExtractWork, target: Target, tap_rms: torch.Tensor, ranks: Ranks
+) -> None:
+    stored = stored_rows(work.corpus_folder, work.corpus, rows_kind(config.train))
+    plan = plan_extract(config, work.corpus)
+    cuts = stored.cut(shard_tokens(config.extract.shard_bytes, raw_bytes_per_token(plan)))
     curve = _start_curve(config) if ranks.is_main else None
     with Claims(work.storage, config.extract.lease_s) as claims:
         with claims.wait_for(START):
@@ -70,7 +85,7 @@ def run_extract(config: Config, ranks: Ranks, ignore_disk: bool = False) -> None
             save_head(work, target)
         with Reporter(work, cuts, curve) as reporter:
             board = Board(work, claims, cuts)
-            tools = Tools(config, work, claims, board, corpus, target, tap_rms, reporter)
+            tools = Tools(config, work, claims, board, stored.rows, target, tap_rms, reporter)
             manifest = _work_to_the_end(tools)
     if manifest:
         _describe(work, manifest)
@@ -79,19 +94,21 @@ def run_extract(config: Config, ranks: Ranks, ignore_disk: bool = False) -> None
         curve.finish()
 
 
-def _begin(config: Config, work: ExtractWork, ignore_disk: bool) -> None:
+def _begin(config: Config, work: ExtractWork, stream: Stream | None, ignore_disk: bool) -> None:
     plan = plan_extract(config, work.corpus)
-    if not ignore_disk:
+    if not ignore_disk and stream is not None:
+        stream.require_disk(plan)
+    elif not ignore_disk and config.train.source == "shards":
         plan.require_disk()
     for line in plan.lines():
         logger.info("%s", line)
     require_same_start(work)
 
 
-def _check_target(
-    config: Config, work: ExtractWork, corpus: CorpusRows, target: Target
-) -> torch.Tensor:
-    """(D,) usual RMS of each tap. Every worker checks the same first rows: its own device, kernels and weights."""
+def check_target(config: Config, work: ExtractWork, target: Target) -> torch.Tensor:
+    """(D,) usual RMS of each tap. Every worker checks the same first rows of the whole corpus: its own device, kernels and
+    weights. Raises ValueError if the target is not the one that the corpus is of."""
+    corpus = CorpusRows(work.corpus_folder, work.corpus)
     rows = corpus.read(0, min(FIRST_ROWS, len(corpus.lengths)))
     first = measure_first_rows(
         target, rows, config.drafter.target_layer_ids, config.extract.batch_tokens
@@ -104,12 +121,6 @@ def _check_target(
             first.num_tokens,
         )
     return first.tap_rms
-
-
-def _cuts(config: Config, work: ExtractWork, corpus: CorpusRows) -> list[ShardCut]:
-    plan = plan_extract(config, work.corpus)
-    tokens = shard_tokens(config.extract.shard_bytes, raw_bytes_per_token(plan))
-    return cut_lengths(corpus.lengths.tolist(), tokens)
 
 
 def _work_to_the_end(tools: Tools) -> FeatureManifest | None:

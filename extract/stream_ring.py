@@ -3,6 +3,7 @@
     stream/cursor.json             the trainer's: how far it is (Cursor)
     stream/block-00000012.parquet  a feature shard of training rows, there while it is wanted
     stream/block-00000012.json     after it: its rows and size (BlockRecord)
+    stream/claims/                 who makes which block (extract/claims.py)
 
 Either side may be killed between any two files. The trainer alone writes the cursor, extracting workers alone write blocks, and
 which blocks should be there follows from the cursor, so that a side that returns looks, and goes on.
@@ -21,6 +22,7 @@ from extract.stream_order import BlockSequence, SampleWindows
 
 FOLDER = "stream/"
 CURSOR_FILE = FOLDER + "cursor.json"
+CLAIMS = FOLDER + "claims/"
 
 
 @dataclass(frozen=True)
@@ -84,7 +86,7 @@ class Ring:
         sizes = self.storage.sizes(FOLDER + "block-")
         return {
             block: sizes[block_file(block)]
-            for block in map(_block_of, sizes)
+            for block in map(block_of, sizes)
             if block_file(block) in sizes and record_file(block) in sizes
         }
 
@@ -101,10 +103,22 @@ class Ring:
         has seen it can open the block, unless it looks for one that is not wanted any more."""
         kept, dropped = set(wanted), set()
         for name in self.storage.names(FOLDER + "block-"):  # .json before .parquet
-            if _block_of(name) not in kept:
+            if block_of(name) not in kept:
                 self.storage.delete(name)
-                dropped.add(_block_of(name))
+                dropped.add(block_of(name))
         return sorted(dropped)
+
+    def clear(self) -> None:
+        """Nothing is left but the cursor, which says that the training is done."""
+        self.keep_only([])
+        for name in self.storage.names(CLAIMS):
+            self.storage.delete(name)
+        if self.storage.folder:
+            with contextlib.suppress(
+                OSError
+            ):  # not there, or a worker came in between: it is harmless
+                (self.storage.folder / CLAIMS).rmdir()
+        self.storage.remove_leftovers()
 
     def _read(self, name: str) -> dict | None:
         with contextlib.suppress(FileNotFoundError):
@@ -147,5 +161,6 @@ def _distinct(blocks: Iterable[int]) -> Iterable[int]:
     return dict.fromkeys(blocks)
 
 
-def _block_of(name: str) -> int:
+def block_of(name: str) -> int:
+    """The block that a name of the ring belongs to."""
     return int(name.removeprefix(FOLDER + "block-").partition(".")[0])

@@ -38,6 +38,7 @@ from data.feature_manifest import (
 from data.settings import require_same_data
 from extract.batches import ShardCut
 from extract.patience import PatientStorage
+from extract.selected_rows import rows_kind
 from target.head import save_target_head
 from target.identity import target_identity
 from target.load import Target
@@ -110,6 +111,8 @@ def plan_work(config: Config) -> ExtractWork:
             "soft_labels": config.extract.soft_labels,
             "soft_label_temperature": config.extract.soft_label_temperature,
         }
+    if kind := rows_kind(config.train):
+        settings |= {"rows": kind}
     storage = PatientStorage(open_storage(config.features_location))
     return ExtractWork(corpus_folder, storage, corpus, settings)
 

@@ -19,6 +19,7 @@ from extract.board import Board
 from extract.claims import Claims
 from extract.pipeline import Pipeline, Stage
 from extract.reporter import Reporter
+from extract.selected_rows import SelectedRows
 from extract.slices import Batch, Extracted, SliceBuilder, SliceForward
 from extract.work import ExtractWork, ShardRecord, require_few, shard_name, write_record
 from target.load import Target
@@ -32,7 +33,7 @@ class Tools:
     work: ExtractWork
     claims: Claims
     board: Board
-    corpus: CorpusRows
+    corpus: CorpusRows | SelectedRows
     target: Target
     tap_rms: Tensor
     reporter: Reporter

@@ -28,15 +28,23 @@ from train.flops import peak_tflops
 from train.full_state import plain_drafter
 from train.initialise import initial_drafter, require_same_target
 from train.objective import BatchSums
-from train.order import FullOrder
+from train.open_source import (
+    Blocks,
+    Supply,
+    await_features,
+    open_supply,
+    read_blocks,
+    release_stream,
+    require_rows_of,
+)
 from train.resume import find_start, run_settings
 from train.schedule import is_decay_start, learning_rate, loss_share
-from train.sources import ShardSource
+from train.sources import SourceClosed
 from train.step import StepOutcome, Stepper
-from train.stop import StopRequest
+from train.stop import StopRequest, leave
 from train.tracking import Tracker
 from train.validation import validate, validation_metrics
-from train.vocabulary import training_head
+from train.vocabulary import streamed_head, training_head
 from train.walks import WalkStarts, find_walk_starts
 from train.watch.log import write_run_facts
 from train.watch.page import write_run_page
@@ -54,6 +62,8 @@ class Inputs:
     validation: list[RowEntry]
     settings: dict[str, Any]
     checkpoints: Checkpoints
+    blocks: Blocks | None
+    """The same rows as a stream follows them, with train.shuffle_window."""
 
 
 def train_drafter(config: Config, ranks: Ranks) -> None:
@@ -77,6 +87,9 @@ def _train(config: Config, ranks: Ranks, inputs: Inputs) -> None:
     first_step = int(sum_over_ranks(torch.tensor(float(start[0].step if start else 0))).item())
     if first_step == config.train.steps:
         logger.info("already trained: step %d in %s", first_step, inputs.checkpoints.folder)
+        with raise_together(ranks):
+            if ranks.is_main:
+                release_stream(config, inputs.blocks, inputs.features)
         return
     with raise_together(ranks):
         drafter = initial_drafter(config)
@@ -88,10 +101,13 @@ def _train(config: Config, ranks: Ranks, inputs: Inputs) -> None:
         head = load_target_head(
             inputs.features.checked_head(), ranks.device, DTYPES[config.train.dtype]
         )
-    Run(config, ranks, inputs, drafter, head).train(first_step)
+    with raise_together(ranks):
+        supply = open_supply(config, inputs.features, inputs.blocks, ranks)
+    Run(config, ranks, inputs, drafter, head, supply).train(first_step)
 
 
 def read_inputs(config: Config) -> Inputs:
+    await_features(config)
     features = open_features(config.features_location)
     named = ("model", "revision", "chat_template_kwargs")  # the target's files need not be here
     target = config.target.model_dump(mode="json")
@@ -125,7 +141,9 @@ def read_inputs(config: Config) -> Inputs:
             },
             "set it back, or extract again into another run.output_dir",
         )
-    entries = features.of_split("train")
+    require_rows_of(config, features)
+    blocks = read_blocks(config, features)
+    entries = blocks.entries if blocks else features.of_split("train")
     if not entries:
         raise ValueError(
             f"{features.location} has no rows of split `train`; lower data.test_fraction or add sources"
@@ -136,6 +154,7 @@ def read_inputs(config: Config) -> Inputs:
         features.of_split("validation")[: config.train.eval_samples],
         run_settings(config, features.location),
         Checkpoints(config.run.folder / "checkpoints", config.train.keep_checkpoints),
+        blocks,
     )
 
 
@@ -143,7 +162,13 @@ class Run:
     """What a run holds between steps."""
 
     def __init__(
-        self, config: Config, ranks: Ranks, inputs: Inputs, drafter: Drafter, head: TargetHead
+        self,
+        config: Config,
+        ranks: Ranks,
+        inputs: Inputs,
+        drafter: Drafter,
+        head: TargetHead,
+        supply: Supply,
     ):
         self.config, self.ranks, self.inputs, self.head = config, ranks, inputs, head
         train = config.train
@@ -158,18 +183,20 @@ class Run:
         self.engine = Engine(
             drafter, train, ranks, accumulation_steps(num_micro_batches, ranks.world_size)
         )
-        self.stop = StopRequest()
+        self.source = supply.source
+        self.stop = StopRequest(self.source.close)
         self.stepper = Stepper(
             config,
             self.engine,
             head.embedding,
-            training_head(head.head, inputs.features, inputs.entries, train),
+            streamed_head(head.head, inputs.blocks.plan.rows, train)
+            if inputs.blocks
+            else training_head(head.head, inputs.features, inputs.entries, train),
             self.stop,
         )
-        # its own feature set: it is read in another thread
         self.batcher = Batcher(
-            ShardSource(open_features(inputs.features.location)),
-            FullOrder(inputs.entries, config.run.seed),
+            supply.source,
+            supply.order,
             train,
             config.drafter.block_size,
             config.run.seed,
@@ -177,12 +204,15 @@ class Run:
             ranks.world_size,
         )
         self.state = TrainState()
+        self.saved_step = 0
         self.tracker: Tracker | None = None
         self.clock = Clock(ranks.world_size, device_peak_tflops(train, ranks.device))
 
     def train(self, first_step: int) -> None:
         if first_step > 0:
             self.restore(first_step)
+        self.saved_step = first_step
+        self.source.trained(self.state.samples)
         if self.ranks.is_main:
             self.tracker = Tracker(self.config, self.state.wandb_run_id, first_step)
             self.state.wandb_run_id = self.tracker.wandb_run_id
@@ -195,6 +225,7 @@ class Run:
                 self.require_finite(outcome)
                 grad_norm = self.engine.step(learning_rate(self.state.step, self.config.train))
                 self.count(outcome)
+                self.source.trained(self.state.samples)
                 if self.is_due(self.config.train.log_every):
                     self.log(grad_norm)
                 with self.clock.paused():
@@ -211,6 +242,8 @@ class Run:
                 if outcome.is_stopping:
                     logger.info("stopped after step %d; it is saved", self.state.step)
                     outcome.leave()
+            if self.state.step < steps:
+                self.leave_waiting()
         progress.finish()
         if self.tracker:
             self.tracker.finish()
@@ -225,16 +258,33 @@ class Run:
         logger.info("continuing after step %d of %d", step, self.config.train.steps)
 
     def batches(self) -> Iterator[list[MicroBatch]]:
-        """This rank's micro-batches of every step that is left; a row that cannot be read stops every rank."""
+        """This rank's micro-batches of every step that is left; a row that cannot be read stops every rank.
+
+        Ends early if the run is told to stop while a rank waits for its source.
+        """
         count = self.config.train.global_batch_samples
-        for steps in self.windows():
-            first = self.state.samples
-            positions = range(first, first + steps * count, count)
-            loaded = prefetched(self.batcher.load, iter(positions), self.config.run.cpu_threads)
-            for _ in positions:
-                with raise_together(self.ranks):
-                    batches = next(loaded)
-                yield batches
+        try:
+            for steps in self.windows():
+                first = self.state.samples
+                positions = range(first, first + steps * count, count)
+                loaded = prefetched(self.batcher.load, iter(positions), self.config.run.cpu_threads)
+                for _ in positions:
+                    batches = self.next_of(loaded)
+                    if batches is None:
+                        return
+                    yield batches
+        finally:
+            self.source.close()  # first: the reading thread may wait for what will never come
+
+    def next_of(self, loaded: Iterator[list[MicroBatch]]) -> list[MicroBatch] | None:
+        """None on every rank if one has been told to stop while it waited."""
+        batches = None
+        with raise_together(self.ranks), contextlib.suppress(SourceClosed):
+            batches = next(loaded)
+        if self.config.train.source != "stream":  # nothing else waits
+            return batches
+        num_closed = sum_over_ranks(torch.tensor(float(batches is None)))
+        return batches if num_closed == 0 else None
 
     def windows(self) -> Iterator[int]:
         """Steps until the anchors' walk starts are found anew, or all that are left."""
@@ -351,6 +401,13 @@ class Run:
         )
         return accepted
 
+    def leave_waiting(self) -> None:
+        """Told to stop while the source waited."""
+        if self.state.step > self.saved_step:
+            self.save(None)
+        logger.info("stopped while waiting for features; step %d is saved", self.state.step)
+        leave(sum_over_ranks(self.stop.received()))
+
     def save(self, accepted: float | None) -> None:
         self.inputs.checkpoints.save(
             self.engine,
@@ -360,6 +417,8 @@ class Run:
             is_decay_start(self.state.step, self.config.train),
             self.ranks,
         )
+        self.saved_step = self.state.step
+        self.source.saved(self.state.samples)
 
 
 def device_peak_tflops(train: TrainSection, device: torch.device) -> float | None:

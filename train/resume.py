@@ -35,7 +35,7 @@ FREE = frozenset(
     }
 )
 """Settings of `train` that leave the mathematics of a step alone: they may change between two halves of a run."""
-YOUNGER = frozenset({"optimizer", "muon_momentum", "freeze"})
+YOUNGER = frozenset({"optimizer", "muon_momentum", "freeze", "shuffle_window"})
 """Not recorded at their default, so that a run from before them reads as it did."""
 DEFAULTS = {
     f"train.{key}": value

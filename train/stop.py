@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import sys
+from collections.abc import Callable
 from types import FrameType, TracebackType
 from typing import Any, NoReturn
 
@@ -15,7 +16,9 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM)
 class StopRequest:
     """A context in which the two signals are noted instead of obeyed. The same signal again leaves at once."""
 
-    def __init__(self) -> None:
+    def __init__(self, on_request: Callable[[], None] = lambda: None) -> None:
+        """on_request: called at the first signal, in the main thread."""
+        self._on_request = on_request
         self._received: set[int] = set()
         self._previous: dict[int, Any] = {}
 
@@ -40,6 +43,7 @@ class StopRequest:
         if number in self._received:
             leave(torch.tensor([float(n == number) for n in SIGNALS]))
         self._received.add(number)
+        self._on_request()
 
 
 def leave(received: torch.Tensor) -> NoReturn:

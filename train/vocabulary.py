@@ -14,6 +14,7 @@ from torch import Tensor
 from configs.schema import TrainSection
 from data.features import FeatureSet, RowEntry
 from data.soft_labels import SoftLabels
+from extract.selected_rows import SelectedRows
 from train.batches import MicroBatch
 
 
@@ -45,6 +46,20 @@ def training_head(
         kept[features.read_input_ids(entry)] = True
         if train.needs_soft_labels:
             kept[features.read_soft_token_ids(entry)] = True
+    return _head_of(head, kept)
+
+
+def streamed_head(head: Tensor, rows: SelectedRows, train: TrainSection) -> TrainingHead:
+    """The same for rows whose features are not there yet: `corpus` keeps the tokens of the corpus itself."""
+    if train.vocabulary == "target":
+        return TrainingHead(head)
+    kept = torch.zeros(len(head), dtype=torch.bool)
+    kept[torch.from_numpy(rows.token_ids())] = True
+    return _head_of(head, kept)
+
+
+def _head_of(head: Tensor, kept: Tensor) -> TrainingHead:
+    """kept: (V,) bool."""
     token_ids = kept.nonzero()[:, 0]
     row_of = torch.zeros(len(head), dtype=torch.int64)
     row_of[token_ids] = torch.arange(len(token_ids))
