@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import xml.etree.ElementTree
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,8 +14,10 @@ from train_runs import ONE_RANK, make_config, write_features
 
 from configs.load import load_config
 from configs.schema import TrainSection
+from data.feature_shards import FeatureRow
 from data.features import open_features
 from drafter.folder import load_drafter, resolve_checkpoint
+from evaluation.decoded import Decoded
 from train.ablation.identity import (
     FIRST_DRAFTER_SETTINGS,
     FIRST_TRAIN_SETTINGS,
@@ -29,11 +32,21 @@ from train.ablation.judge import (
     judgement_path,
     read_judgement,
 )
+from train.ablation.live import (
+    LiveJudgement,
+    is_decoded,
+    is_same_as_record,
+    live_identity,
+    live_path,
+)
+from train.ablation.live_table import live_markdown, live_rows
+from train.ablation.pictures import draw_acceptance, draw_curves, mean_curve
 from train.ablation.runs import AblationRun, variants, warmups
 from train.ablation.settings import Ablation, read_ablation
-from train.ablation.table import ablation_rows, markdown
+from train.ablation.table import AblationRow, ablation_rows, markdown
 from train.engine import join_process_group
 from train.loop import train_drafter
+from train.watch.log import read_run
 
 ROOT = Path(__file__).parent.parent
 FILES = sorted((ROOT / "configs" / "ablation").glob("*.yaml"))
@@ -223,3 +236,109 @@ def test_the_features_of_another_base_folder_are_linked_anew(tmp_path: Path) -> 
     moved = ablation.model_copy(update={"overrides": (f"run.output_dir={tmp_path / 'other'}",)})
     AblationRun(moved, "ce", 0).share_features()
     assert (run.folder / "features").readlink() == tmp_path / "other" / "features"
+
+
+def write_live(run: AblationRun, passes: dict[str, dict[str, list[int]]], identity: str) -> None:
+    live = LiveJudgement(
+        identity,
+        0.0,
+        dict.fromkeys(passes, "toy"),
+        passes,
+        {
+            prompt: {key: sum(p) < 9 for key, p in by_key.items()}
+            for prompt, by_key in passes.items()
+        },
+    )
+    live_path(run).write_text(json.dumps(vars(live)))
+
+
+def test_the_live_table_pairs_prompts_and_counts_what_agrees(tmp_path: Path) -> None:
+    """Replay says 2 and 4 for ce. Live: the same but for one pass; tree is 3 and 4, all of it as replayed."""
+    ablation = make_ablation(tmp_path, seeds=(0,), live_prompts=2)
+    keys: tuple[str, ...] = ("chain", "tree-8")
+    replayed = {"ce": {"a": [2, 2], "b": [4]}, "tree": {"a": [3, 3, 1], "b": [4]}}
+    decoded = {"ce": {"a": [2, 1], "b": [4]}, "tree": {"a": [3, 3], "b": [4]}}
+    for name, passes in replayed.items():
+        run = AblationRun(ablation, name, 0)
+        write_judgement(run, passes)
+        live = {prompt: dict.fromkeys(keys, emitted) for prompt, emitted in decoded[name].items()}
+        write_live(run, live, "x")
+    rows = {(row.variant, row.acceptor): row for row in live_rows(ablation)}
+    assert rows.keys() == {(name, key) for name in replayed for key in keys}
+    tree, ce = rows["tree", "tree-8"], rows["ce", "tree-8"]
+    assert (ce.live, ce.replay) == (pytest.approx((1.5 + 4) / 2), 3.0)
+    assert tree.live == pytest.approx(3.5)
+    assert tree.relative == pytest.approx(3.5 / 2.75 - 1)
+    # a row of two responses is replayed whole and decoded in its first: a prefix agrees
+    assert (tree.num_as_replayed, tree.num_decodes) == (2, 2)
+    assert (ce.num_as_replayed, ce.num_decodes) == (1, 2)
+    assert ce.num_as_recorded == 2
+    text = live_markdown(ablation, list(rows.values()))
+    assert "6 of 8 decodes took the replay's passes, 8 gave the recorded tokens" in text
+    assert "| `tree` |" in text
+    assert live_rows(ablation.model_copy(update={"live_prompts": 0})) == []
+
+
+def test_live_decoding_is_of_one_judgement_and_leaves_it_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ablation = make_ablation(tmp_path, seeds=(0,), live_prompts=1)
+    run = AblationRun(ablation, "ce", 0)
+    without = AblationRun(ablation.model_copy(update={"live_prompts": 0}), "ce", 0)
+    sets = divide_prompts(open_features(tmp_path / "run" / "features"), ablation)
+    monkeypatch.setattr("train.ablation.live.is_judged", lambda *_: True)
+    monkeypatch.setattr(AblationRun, "config", lambda _: load_config(tmp_path / "tiny.yaml"))
+    write_judgement(run, {"a": [2]})
+    assert is_decoded(without, sets)
+    assert not is_decoded(run, sets)
+    write_live(run, {"a": {"chain": [2], "tree-8": [2]}}, "another judgement's")
+    assert not is_decoded(run, sets)
+    write_live(run, {"a": {"chain": [2], "tree-8": [2]}}, live_identity(run, sets))
+    assert is_decoded(run, sets)
+    # of more prompts, another budget or another judgement it is not
+    for change in ({"live_prompts": 2}, {"headline_budget": 4}):
+        other = AblationRun(ablation.model_copy(update=change), "ce", 0)
+        assert not is_decoded(other, sets)
+    path = judgement_path(run, "judge")
+    path.write_text(path.read_text().replace('"identity": "x"', '"identity": "y"'))
+    assert not is_decoded(run, sets)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "is_equal"), [([7, 8], True), ([7, 8, 9], True), ([7, 9], False)]
+)
+def test_a_decode_is_held_against_the_first_response(tokens: list[int], is_equal: bool) -> None:
+    row = FeatureRow(
+        sample_id="r", source="s", task="t", split="test",
+        input_ids=torch.tensor([1, 2, 7, 8, 9, 3, 7]),
+        loss_mask=torch.tensor([0, 0, 1, 1, 1, 0, 1]).bool(),
+        features=torch.zeros(7, 1, 1),
+    )  # fmt: skip
+    assert is_same_as_record(row, Decoded(tokens, [1], {}, [])) is is_equal
+
+
+def test_the_pictures_hold_every_loss_and_mark_what_lies_far_off(tmp_path: Path) -> None:
+    variants = {name: (f"train.loss={name}",) for name in ("ce", "tree", "kl")}
+    ablation = make_ablation(tmp_path, variants=variants)
+    rows = [
+        AblationRow(name, key, True, 9, 2, 4.0, relative, (relative - 0.01, relative + 0.01), ())
+        for name, relative in (("ce", 0.0), ("tree", 0.03), ("kl", -0.5))
+        for key in ("chain", "tree-4", "tree-8")
+    ]
+    draw_acceptance(tmp_path / "a.svg", ablation, rows)
+    root = xml.etree.ElementTree.parse(tmp_path / "a.svg").getroot()
+    texts = [element.text for element in root.iter() if element.text]
+    assert texts.count("-50 %") == 3
+    assert "tree, tree-8: +3.0% (+2.0% to +4.0%)" in texts
+    assert not [t for t in texts if t.startswith("ce,")]  # what the others are held against
+    for seed, hits in ((0, 1.0), (1, 2.0)):
+        for name in variants:
+            folder = AblationRun(ablation, name, seed).folder / "logs"
+            folder.mkdir(parents=True)
+            lines = [{"step": s, "train/chain_hits": hits + s} for s in (1, 2 + seed, 4)]
+            (folder / "train.jsonl").write_text("".join(json.dumps(x) + "\n" for x in lines))
+    draw_curves(tmp_path / "c.svg", ablation)
+    markup = (tmp_path / "c.svg").read_text()
+    assert all(f">{name}</text>" in markup for name in variants)
+    runs = [read_run(AblationRun(ablation, "ce", seed).folder) for seed in (0, 1)]
+    assert mean_curve(runs, "train/chain_hits") == [(1, 2.5), (4, 5.5)]

@@ -18,11 +18,11 @@ def main(options: argparse.Namespace) -> None:
         _one_run(ablation, options)
         return
     # after the file is known to be good: these imports take seconds
-    from common.files import write_json
     from train.ablation.judge import divide_prompts, is_judged, is_trained
+    from train.ablation.live import is_decoded
+    from train.ablation.results import write_results
     from train.ablation.runs import base_config, variants, warmups
     from train.ablation.schedule import make_features, run_all
-    from train.ablation.table import ablation_rows, markdown, to_json, training_curves
     from train.loop import read_inputs
 
     make_features(ablation)
@@ -37,19 +37,18 @@ def main(options: argparse.Namespace) -> None:
         runs = [run for run in runs if run.name in {ablation.baseline, *ablation.confirm}]
     untrained = [run for run in warmups(ablation) if not is_trained(run)]
     run_all(path, untrained, options.jobs, [])
-    waiting = [run for run in runs if not is_judged(run, prompts, sets)]
+    waiting = [
+        run
+        for run in runs
+        if not (is_judged(run, prompts, sets) and (options.confirm or is_decoded(run, sets)))
+    ]
     print(f"{len(runs) - len(waiting)} of {len(runs)} runs are trained and judged already")
     run_all(path, waiting, options.jobs, ["--confirm"] if options.confirm else [])
-    name = "confirm" if options.confirm else "ablation"
-    rows = ablation_rows(ablation, prompts)
-    folder = ablation.output_dir
-    result = {"name": name, "settings": ablation.model_dump(mode="json"), "rows": to_json(rows)}
-    write_json(folder / f"{name}.json", result)
-    write_json(folder / "curves.json", training_curves(ablation))
-    table = markdown(ablation, rows)
-    (folder / f"{name}.md").write_text(table, encoding="utf-8")
-    print(table)
-    print(f"written to {folder / name}.md and .json, training curves to {folder / 'curves.json'}")
+    name, folder = "confirm" if options.confirm else "ablation", ablation.output_dir
+    print(write_results(ablation, prompts, name))
+    print(
+        f"written to {folder / name}.md, .json, .svg; training curves to {folder / 'curves'}.json, .svg"
+    )
 
 
 def _one_run(ablation: Ablation, options: argparse.Namespace) -> None:
@@ -62,6 +61,7 @@ def _one_run(ablation: Ablation, options: argparse.Namespace) -> None:
     if not torch.cuda.is_available():
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
     from train.ablation.judge import judge_run
+    from train.ablation.live import decode_run
     from train.ablation.runs import WARMUP, AblationRun
     from train.loop import train_drafter
 
@@ -72,6 +72,8 @@ def _one_run(ablation: Ablation, options: argparse.Namespace) -> None:
         train_drafter(config, ranks)
         if run.name != WARMUP:
             judge_run(run, "confirm" if options.confirm else "judge", ranks)
+            if not options.confirm:
+                decode_run(run, ranks)
 
 
 def parser() -> argparse.ArgumentParser:

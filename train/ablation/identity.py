@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -29,7 +29,7 @@ FIRST_TRAIN_SETTINGS, FIRST_DRAFTER_SETTINGS = (
 """Settings there were when the first judgements were made."""
 
 
-def judgement_identity(run: AblationRun, drafter: str, rows: dict[str, Sequence[str]]) -> str:
+def judgement_identity(run: AblationRun, drafter: str, rows: Mapping[str, Sequence[str]]) -> str:
     """drafter: its fingerprint; rows: sample ids of the `fit` rows and of the judged ones, by name of the set."""
     config = run.config()
     return fingerprint(
@@ -37,7 +37,7 @@ def judgement_identity(run: AblationRun, drafter: str, rows: dict[str, Sequence[
             drafter,
             settings_of(config.train, FIRST_TRAIN_SETTINGS),
             settings_of(config.drafter, FIRST_DRAFTER_SETTINGS),
-            rows,
+            dict(rows),
             sorted(run.ablation.budgets),
             run.ablation.fit_anchors_per_row,
             config.evaluation.max_new_tokens,

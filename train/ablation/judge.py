@@ -107,7 +107,11 @@ def judge_run(run: AblationRun, prompts: PromptSet, ranks: Ranks) -> None:
     drafter = load_drafter(folder, ranks.device, dtype).eval().requires_grad_(False)
     head = load_target_head(features.checked_head(), ranks.device, dtype)
     fit = fit_temperatures(
-        drafter, head, (features.read(entry) for entry in sets.fit), ablation.fit_anchors_per_row
+        drafter,
+        head,
+        (features.read(entry) for entry in sets.fit),
+        ablation.fit_anchors_per_row,
+        max(ablation.budgets),
     )
     options = ReplayOptions(
         tuple(sorted(ablation.budgets)), max_new_tokens=config.evaluation.max_new_tokens

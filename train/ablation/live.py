@@ -6,7 +6,6 @@ prompts; the target samples at the temperature of the records, and at 0 its outp
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -73,7 +72,7 @@ def is_decoded(run: AblationRun, sets: PromptSets) -> bool:
         return True
     if not is_judged(run, "judge", sets) or not live_path(run).is_file():
         return False
-    return read_live(run).identity == _identity(run, read_judgement(run, "judge"), sets)
+    return read_live(run).identity == live_identity(run, sets)
 
 
 def decode_run(run: AblationRun, ranks: Ranks) -> None:
@@ -86,13 +85,23 @@ def decode_run(run: AblationRun, ranks: Ranks) -> None:
     temperature = record_temperature(run.config())
     setup = _setup(run, judgement, ranks)
     rows = [features.read(entry) for entry in _chosen(run, sets)]
-    found = LiveJudgement(_identity(run, judgement, sets), temperature, {}, {}, {})
+    found = LiveJudgement(live_identity(run, sets), temperature, {}, {}, {})
     progress = Progress(f"live {run.folder.name}", len(rows), "prompts")
     for row in rows:
         _decode_row(setup, row, run.ablation, found)
         progress.advance()
     progress.finish()
     write_json(live_path(run), asdict(found))
+
+
+def live_identity(run: AblationRun, sets: PromptSets) -> str:
+    """Of the run's judgement and what is decoded."""
+    config = run.config()
+    section = config.evaluation
+    prompts = [entry.sample_id for entry in _chosen(run, sets)]
+    keys = [acceptor.key for acceptor in live_acceptors(run.ablation)]
+    sampling = [record_temperature(config), section.top_p, section.top_k]
+    return fingerprint([read_judgement(run, "judge").identity, prompts, keys, sampling])
 
 
 def record_temperature(config: Config) -> float:
@@ -132,12 +141,3 @@ def _setup(run: AblationRun, judgement: Judgement, ranks: Ranks) -> LiveSetup:
 def _chosen(run: AblationRun, sets: PromptSets) -> list[RowEntry]:
     """The same prompts for every run, tasks in turn."""
     return choose_prompts(sets.judge, run.ablation.live_prompts, seed=0)
-
-
-def _identity(run: AblationRun, judgement: Judgement, sets: PromptSets) -> str:
-    config = run.config()
-    section = config.evaluation
-    prompts: Sequence[str] = [entry.sample_id for entry in _chosen(run, sets)]
-    keys = [acceptor.key for acceptor in live_acceptors(run.ablation)]
-    sampling = [record_temperature(config), section.top_p, section.top_k]
-    return fingerprint([judgement.identity, prompts, keys, sampling])

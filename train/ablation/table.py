@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 
 import numpy as np
 
-from evaluation.acceptance import prompt_means
+from evaluation.acceptance import PromptPasses, prompt_means
 from evaluation.acceptors import CHAIN, tree_acceptor
 from evaluation.bootstrap import interval
 from train.ablation.judge import Judgement, PromptSet, read_judgement
@@ -83,7 +83,12 @@ def _row(
 
 def _means(judgements: Sequence[Judgement], key: str, fitted: bool) -> np.ndarray:
     """(prompts, seeds) acceptance lengths; the same prompts in the same order whoever was judged."""
-    columns = [prompt_means(judgement.passes(key, fitted)) for judgement in judgements]
+    return means_by_seed([judgement.passes(key, fitted) for judgement in judgements])
+
+
+def means_by_seed(seeds: Sequence[Sequence[PromptPasses]]) -> np.ndarray:
+    """(prompts, seeds) acceptance lengths of the passes of each seed; of prompts that have any."""
+    columns = [prompt_means(passes) for passes in seeds]
     prompts = sorted(columns[0])
     assert all(sorted(column) == prompts for column in columns), "runs judged on other prompts"
     return np.array([[column[prompt] for column in columns] for prompt in prompts])

@@ -17,6 +17,8 @@ from train.watch.log import Points, RunLog
 from train.watch.thinning import thinned
 
 COLOURS = ("c1", "c0", "c2", "c3", "c4", "c5", "c6")
+MARKED = 40
+"""A curve of more points has no markers."""
 
 
 @dataclass(frozen=True)
@@ -177,18 +179,33 @@ def _alone(run: RunLog, names: Sequence[str]) -> list[Series]:
     return [line for line in series if line.points]
 
 
+def run_series(
+    index: int,
+    name: str,
+    points: Points,
+    band: Sequence[tuple[float, float]] = (),
+    has_markers: bool = True,
+) -> Series:
+    """The line of the run at `index` of several: where the colours begin again, dashed, and called so."""
+    is_dashed = index >= len(COLOURS)
+    shown = f"{name} (dashed)" if is_dashed else name
+    colour = run_colour(index)
+    return Series(shown, points, colour, list(band), is_dashed=is_dashed, has_markers=has_markers)
+
+
 def _overlaid(runs: Sequence[RunLog], name: str) -> list[Series]:
-    lines = [
-        _line(run.curve(name), run.name, run_colour(index), 1.0, index >= len(COLOURS))
-        for index, run in enumerate(runs)
-    ]
-    return [line for line in lines if line.points]
+    series = []
+    for index, run in enumerate(runs):
+        points = run.curve(name)
+        if points:
+            series.append(run_series(index, run.name, *thinned(points), len(points) <= MARKED))
+    return series
 
 
 def _line(points: Points, name: str, colour: str, strength: float, is_dashed: bool) -> Series:
     """Few points with markers; many thinned, with the band between their extremes."""
     means, band = thinned(points)
-    return Series(name, means, colour, band, strength, is_dashed, has_markers=len(points) <= 40)
+    return Series(name, means, colour, band, strength, is_dashed, has_markers=len(points) <= MARKED)
 
 
 def _names_of(runs: Sequence[RunLog], patterns: Sequence[str]) -> list[str]:

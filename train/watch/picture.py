@@ -17,6 +17,7 @@ MOST = 6
 STYLE = """
 svg { font: 12px system-ui, "DejaVu Sans", sans-serif; fill: var(--soft); }
 .panel { fill: var(--card); stroke: var(--line); } .title { font-size: 16px; font-weight: 600; fill: var(--ink); }
+.ink { fill: var(--ink); } .far { fill: currentColor; }
 """
 
 
@@ -30,8 +31,6 @@ def write_picture(path: Path, runs: Sequence[RunLog]) -> None:
 
 def write_panels(path: Path, title: str, panels: Sequence[Panel], num_columns: int = 2) -> None:
     """All panels, row by row. Raises ValueError if `path` does not end in .svg."""
-    if path.suffix != ".svg":
-        raise ValueError(f"{path} is not the name of an SVG file; let it end in .svg")
     columns = min(num_columns, len(panels))
     num_rows = -(-len(panels) // columns)
     lines = max(len(_legend_lines(panel)) for panel in panels)
@@ -42,11 +41,18 @@ def write_panels(path: Path, title: str, panels: Sequence[Panel], num_columns: i
         top = GAP + (index // columns) * (height + GAP)
         parts.append(f'<g transform="translate({left} {top})">{_panel(panel, width, height)}</g>')
     whole = (columns * (width + GAP) + GAP, num_rows * (height + GAP) + GAP)
+    write_svg(path, title, *whole, "".join(parts))
+
+
+def write_svg(path: Path, title: str, width: float, height: float, body: str) -> None:
+    """One file in the page's colours, light or dark. Raises ValueError if `path` does not end in .svg."""
+    if path.suffix != ".svg":
+        raise ValueError(f"{path} is not the name of an SVG file; let it end in .svg")
     with atomic_path(path) as aside:
         aside.write_text(
-            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {whole[0]} {whole[1]}" width="{whole[0]}"'
-            f' height="{whole[1]}" role="img" aria-label="{text(title)}"><style>{COLOURS}{CHART_STYLE}{STYLE}</style>'
-            f'<rect width="100%" height="100%" fill="var(--page)"/>{"".join(parts)}</svg>\n',
+            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:.0f} {height:.0f}" width="{width:.0f}"'
+            f' height="{height:.0f}" role="img" aria-label="{text(title)}"><style>{COLOURS}{CHART_STYLE}{STYLE}</style>'
+            f'<rect width="100%" height="100%" fill="var(--page)"/>{body}</svg>\n',
             encoding="utf-8",
         )
 
