@@ -21,6 +21,7 @@ usage: ./launch.sh COMMAND [CONFIG] [section.key=value ...]
   ablation FILE      losses side by side: the same warm start, data, steps and anchors, held-out prompts replayed
   watch    RUN...    the page of a training run, while it trains or after; several runs laid over each other
   report   CONFIG    write the report again from what evaluate recorded
+  verify-features DIR    every byte of feature shards against their manifest, rows against the target; --repair
   compare  A B       two evaluated runs or reports, prompt by prompt: paired differences with intervals
 
 Any section.key=value after CONFIG overrides it; `./launch.sh STAGE --help` says more.
@@ -136,6 +137,7 @@ main() {
     report) setup; exec .venv/bin/python -m evaluation "$@" --report-only ;;
     convert) setup; exec .venv/bin/python -m export.convert "$@" ;;
     compare) setup; exec .venv/bin/python -m evaluation.compare "$@" ;;
+    verify-features) setup; exec .venv/bin/python -m extract.verify_command "$@" ;;
     watch) setup; exec .venv/bin/python -m train.watch "$@" ;;
     ablation) setup; exec .venv/bin/python -m train.ablation "$@" ;;
     plan) setup; exec .venv/bin/python -m train.plan_page "$@" ;;

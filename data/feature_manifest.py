@@ -24,6 +24,7 @@ import pyarrow.parquet as pq
 from common.files import fields_of, json_text, parse_json
 from common.fingerprint import fingerprint
 from common.storage import Storage, open_storage
+from data.feature_shards import FeatureRow, StoredRow
 
 FORMAT, VERSION, OLD_VERSION = "dflash-features", 2, 1
 MANIFEST_FILE, ROWS_FILE, QUARANTINE_FILE = "manifest.json", "rows.parquet", "quarantine.jsonl"
@@ -116,6 +117,18 @@ class FeatureManifest:
         value = asdict(replace(self, first_rows=None, rows=None))
         kept = {key: value[key] for key in ("settings", "shards", "quarantined", "head")}
         return {"format": FORMAT, "version": OLD_VERSION, **kept}
+
+
+def entry_row(row: FeatureRow | StoredRow) -> dict[str, str | int]:
+    """What a ShardEntry says of a row."""
+    return {
+        "sample_id": row.sample_id,
+        "source": row.source,
+        "task": row.task,
+        "split": row.split,
+        "num_tokens": len(row.input_ids),
+        "num_response_tokens": int(row.loss_mask.sum()),
+    }
 
 
 def as_storage(location: Storage | Path | str) -> Storage:

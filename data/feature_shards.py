@@ -129,8 +129,9 @@ class StoredRow:
         return decoded_dtype(self.layout.codec)
 
 
-def write_shard(path: Path, rows: Sequence[FeatureRow], layout: FeatureLayout) -> None:
-    """Write `rows` in their order to `path` (the caller makes it atomic). Features may be of any float dtype.
+def write_shard(path: Path, rows: Sequence[FeatureRow | StoredRow], layout: FeatureLayout) -> None:
+    """Write `rows` in their order to `path` (the caller makes it atomic). Features may be of any float dtype; a stored row's
+    bytes go over as they are, so that a shard's own rows make the shard again.
 
     Raises ValueError if a row is too long for a Parquet page.
     """
@@ -152,6 +153,20 @@ def write_shard(path: Path, rows: Sequence[FeatureRow], layout: FeatureLayout) -
 def open_shard(source: Path | BinaryIO) -> pq.ParquetFile:
     """Raises pyarrow.ArrowException or OSError if the file is no whole Parquet file."""
     return pq.ParquetFile(source, page_checksum_verification=True)
+
+
+def check_schema(file: pq.ParquetFile, layout: FeatureLayout) -> None:
+    """Raises ValueError if the shard's columns, or what it says of them, are not the layout's."""
+    found, wanted = file.schema_arrow, _schema(layout)
+    same = [_kind(field) for field in found] == [_kind(field) for field in wanted]
+    if not same or not (wanted.metadata or {}).items() <= (found.metadata or {}).items():
+        raise ValueError(f"its schema is not that of {SHARD_FORMAT} {SHARD_VERSION}, {layout}")
+
+
+def _kind(field: pa.Field) -> tuple[str, ...]:
+    """Name and type; Parquet has its own names for what is in a list."""
+    inner = (str(field.type.value_type),) if pa.types.is_list(field.type) else (str(field.type),)
+    return field.name, *inner
 
 
 def read_row(file: pq.ParquetFile, row: int, layout: FeatureLayout) -> FeatureRow:
@@ -236,9 +251,9 @@ def _schema(layout: FeatureLayout) -> pa.Schema:
     )
 
 
-def _table(row: FeatureRow, layout: FeatureLayout, schema: pa.Schema) -> pa.Table:
+def _table(row: FeatureRow | StoredRow, layout: FeatureLayout, schema: pa.Schema) -> pa.Table:
     num_tokens = len(row.input_ids)
-    assert row.features.shape == (num_tokens, layout.num_taps, layout.hidden_size)
+    assert row.token_shape == (layout.num_taps, layout.hidden_size)
     assert len(row.loss_mask) == num_tokens
     widest = max(column.bytes_per_token for column in layout.columns)
     if num_tokens * widest > MAX_COLUMN_BYTES:
@@ -255,14 +270,23 @@ def _table(row: FeatureRow, layout: FeatureLayout, schema: pa.Schema) -> pa.Tabl
         "input_ids": _one_list(pa.array(row.input_ids.numpy().astype(np.int32))),
         "loss_mask": _one_list(pa.array(row.loss_mask.numpy())),
     }
+    for name, blob in _blobs(row, layout).items():
+        columns[name] = _one_list(_chunks(blob))
+    return pa.table([columns[name] for name in schema.names], schema=schema)
+
+
+def _blobs(row: FeatureRow | StoredRow, layout: FeatureLayout) -> Mapping[str, Tensor]:
+    if isinstance(row, StoredRow):
+        assert row.layout == layout
+        return row.columns
+    num_tokens = len(row.input_ids)
+    assert len(row.features) == num_tokens
     blobs = encode(row.features, layout.codec)
     if layout.num_soft_labels:
         assert row.soft_labels is not None
         assert row.soft_labels.token_ids.shape == (num_tokens, layout.num_soft_labels)
         blobs |= encode_soft(row.soft_labels)
-    for name, blob in blobs.items():
-        columns[name] = _one_list(_chunks(blob))
-    return pa.table([columns[name] for name in schema.names], schema=schema)
+    return blobs
 
 
 def _chunks(blob: Tensor) -> pa.Array:

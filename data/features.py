@@ -82,6 +82,10 @@ class FeatureSet:
         """Entries of `train`, `validation` or `test`, in corpus order."""
         return [entry for entry in self.entries if entry.split == split]
 
+    def of_shard(self, shard: str) -> list[RowEntry]:
+        """Entries of one file, in its order."""
+        return [entry for entry in self.entries if entry.shard == shard]
+
     @property
     def location(self) -> str:
         """Where they are: what `open_features` takes."""
