@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pkgutil
 import re
 import signal
 import socket
@@ -10,9 +11,10 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
-from train_runs import ONE_RANK, make_config, make_recipe, read_curve
+from train_runs import ONE_RANK, Interrupted, make_config, make_recipe, read_curve
 
 from configs.load import load_config
 from train.engine import join_process_group
@@ -69,9 +71,9 @@ def test_a_killed_rank_is_named_once_and_ends_the_others(
         )
         for rank in range(3)
     ]
-    ranks[victim].wait(timeout=60)
+    ranks[victim].wait(timeout=200)
     killed = time.monotonic()
-    said = [process.communicate(timeout=60)[1] for process in ranks]
+    said = [process.communicate(timeout=200)[1] for process in ranks]
     assert time.monotonic() - killed < 20  # the busy ones would sleep for a minute
     assert [process.returncode for process in ranks] == [
         -signal.SIGKILL if rank == victim else 1 for rank in range(3)
@@ -116,7 +118,7 @@ def test_a_stranger_on_the_port_neither_joins_nor_harms(tmp_path: Path) -> None:
         )
         for rank in range(2)
     ]
-    assert [process.communicate(timeout=60)[1] for process in ranks] == ["", ""]
+    assert [process.communicate(timeout=200)[1] for process in ranks] == ["", ""]
     assert [process.returncode for process in ranks] == [0, 0]
 
 
@@ -142,7 +144,7 @@ def test_a_killed_rank_of_a_training_run_is_named_and_the_run_continues_exactly(
     [victim] = [pid for pid in map(int, children) if rank_of(pid) == 1]
     os.kill(victim, signal.SIGKILL)
     killed = time.monotonic()
-    said = launcher.communicate(timeout=60)[1]
+    said = launcher.communicate(timeout=200)[1]
     assert time.monotonic() - killed < 30
     assert launcher.returncode == 128 + signal.SIGKILL, said
     named = rf"^error: rank 1 on {re.escape(socket.gethostname())} \(process {victim}\) was ended by SIGKILL"
@@ -164,3 +166,52 @@ def rank_of(pid: int) -> int | None:
         if entry.startswith("RANK="):
             return int(entry.removeprefix("RANK="))
     return None
+
+
+POINTS = [
+    ("train.checkpoint.save_file", 2),
+    ("train.checkpoint.write_json", 3),  # state.json of the second checkpoint
+    ("train.checkpoint.write_json", 4),  # the index that lists it
+    ("train.checkpoint.shutil.rmtree", 1),  # of the one no longer kept
+]
+
+
+SAVING = [
+    *("train.steps=6", "train.checkpoint_every=2", "train.keep_checkpoints=1"),
+    *("train.eval_every=6", "train.lr_decay_fraction=0"),
+]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run with SAVING that nothing happened to."""
+    join_process_group(ONE_RANK)
+    config = make_config(tmp_path_factory.mktemp("undisturbed"), *SAVING)
+    train_drafter(config, ONE_RANK)
+    return config.run.folder
+
+
+@pytest.mark.parametrize(("function", "call"), POINTS)
+def test_a_kill_at_any_point_of_a_save_loses_at_most_that_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, undisturbed: Path, function: str, call: int
+) -> None:
+    config = make_config(tmp_path, *SAVING)
+    original, calls = pkgutil.resolve_name(function), []
+
+    def dies(*arguments: Any, **more: Any) -> Any:
+        calls.append(arguments)
+        if len(calls) == call:
+            raise Interrupted
+        return original(*arguments, **more)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(function, dies)
+        with pytest.raises(Interrupted):
+            train_drafter(config, ONE_RANK)
+    train_drafter(config, ONE_RANK)
+    assert read_curve(config.run.folder) == read_curve(undisturbed)
+    found, wanted = (
+        sorted(path.name for path in (run / "checkpoints").iterdir())
+        for run in (config.run.folder, undisturbed)
+    )
+    assert found == wanted

@@ -129,6 +129,25 @@ def test_decay_shrinks_matrices_by_rate_times_decay_and_leaves_norms(
         torch.testing.assert_close(decayed[name], wanted, rtol=1e-5, atol=1e-7)
 
 
+@pytest.mark.parametrize(("stage", "dtype"), STAGES)
+def test_clipping_bounds_the_gradient_of_the_whole_step(
+    tmp_path: Path, stage: int, dtype: str
+) -> None:
+    """AdamW's first moment is a tenth of the gradient that reached it."""
+    settings = [f"train.zero_stage={stage}", f"train.dtype={dtype}"]
+    norms = {}
+    for limit in (1e9, 0.25):
+        config = make_config(tmp_path, *settings, f"train.max_grad_norm={limit}")
+        _, engine = stepped(config, 1)
+        parts = [p.moments["exp_avg"].norm() for p in read_full_state(engine)]
+        norms[limit] = float(torch.stack(parts).norm()) * 10
+    plain = initial_drafter(make_config(tmp_path))
+    wanted = torch.stack([g.norm() for g in gradients(config, plain).values()]).norm()
+    tolerance = 1e-4 if dtype == "float32" else 0.02
+    assert norms[1e9] == pytest.approx(float(wanted), rel=tolerance)
+    assert norms[0.25] == pytest.approx(0.25, rel=1e-3)
+
+
 SETTINGS = [
     "train.optimizer=muon train.dtype=bfloat16 train.weight_decay=0.1",
     "train.weight_decay=0.1 train.zero_stage=2 train.offload=optimizer",
