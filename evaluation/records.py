@@ -23,7 +23,7 @@ from evaluation.sums import ReplaySums
 
 Record = TypeVar("Record")
 
-RECORD_FORMAT = 3
+RECORD_FORMAT = 4
 """Part of the folder's fingerprint, so that records of another layout or meaning are never read."""
 
 

@@ -77,6 +77,19 @@ def score_anchors(
     slots = torch.arange(1, config.block_size, device=device)
     gold = input_ids[(positions[:, None] + slots).clamp(max=last)]  # (N, L); beyond num_gold unused
     hidden = slot_states(drafter, head, row, positions)  # (N, L, H)
+    return score_slots(hidden, gold, num_gold, head, num_children, temperatures, head_chunk_rows)
+
+
+def score_slots(
+    hidden: Tensor,
+    gold: Tensor,
+    num_gold: Tensor,
+    head: TargetHead,
+    num_children: int,
+    temperatures: Tensor | None = None,
+    head_chunk_rows: int = 1024,
+) -> SlotScores:
+    """Scores of blocks whose slot states are known: hidden (N, L, H), gold (N, L), num_gold (N,). One pass over the vocabulary."""
     num_children = min(num_children, len(head.head))
     found = sparse_log_probs(
         hidden.flatten(0, 1),
@@ -84,7 +97,9 @@ def score_anchors(
         gold.reshape(-1, 1),
         top_k=num_children,
         chunk_rows=head_chunk_rows,
-        temperature=1.0 if temperatures is None else temperatures.to(device).repeat(len(anchors)),
+        temperature=1.0
+        if temperatures is None
+        else temperatures.to(hidden.device).repeat(len(hidden)),
     )
     assert found.top_log_probs is not None
     assert found.top_ids is not None

@@ -170,7 +170,9 @@ def settle_tuning(work: Work, live: LiveTarget) -> None:
     def fit() -> dict[str, Any]:
         dtype = live.drafter.fc.weight.dtype
         head = load_target_head(work.features.checked_head(), device, dtype)
-        return fit_on_validation(live.drafter, head, work.features, section.fit_anchors)
+        return fit_on_validation(
+            live.drafter, head, work.features, section.fit_anchors, max(section.budgets)
+        )
 
     def measure(tuning: Tuning) -> MeasuredCost:
         first = work.features.of_split("test")[0]

@@ -91,7 +91,7 @@ def settle(
 
 
 def fit_on_validation(
-    drafter: Drafter, head: TargetHead, features: FeatureSet, num_anchors: int
+    drafter: Drafter, head: TargetHead, features: FeatureSet, num_anchors: int, budget: int
 ) -> dict[str, Any]:
     """temperatures.json: the fit and what it was made on. Raises ValueError without validation rows."""
     entries = features.of_split("validation")
@@ -102,7 +102,7 @@ def fit_on_validation(
         )
     entries = entries[:num_anchors]
     rows = (features.read(entry) for entry in entries)
-    found = fit_temperatures(drafter, head, rows, num_anchors // len(entries))
+    found = fit_temperatures(drafter, head, rows, num_anchors // len(entries), budget)
     logger.info("%s", _describe(found))
     fitted_on = {
         "split": "validation",
@@ -116,7 +116,8 @@ def _describe(fit: TemperatureFit) -> str:
     before, after = (_mean(losses, fit.num_tokens) for losses in (fit.nll_before, fit.nll_after))
     values = ", ".join(f"{value:.2f}" for value in fit.temperatures)
     return (
-        f"drafter temperatures a slot fitted on {max(fit.num_tokens)} validation anchors: {values}; "
+        f"drafter temperatures a slot fitted on {max(fit.num_tokens)} validation anchors, where walks of trees "
+        f"of {fit.budget} get: {values}; "
         f"loss {before:.4f} -> {after:.4f} nats a token"
     )
 

@@ -16,13 +16,14 @@ from evaluation_cases import Case, make_case
 
 from configs.schema import Config, EvaluationSection
 from data.features import FeatureRow, FeatureSet
+from ddtree.build import build_tree
 from drafter.head import sparse_log_probs
 from evaluation.calibration import BOUND, fit_temperatures
 from evaluation.costs import CostPoint, MeasuredCost, measure_costs, read_costs, rounds_needed
 from evaluation.decode import make_proposer
 from evaluation.drafting import DrafterProposer, slot_temperatures
 from evaluation.replay import ReplayOptions, replay_row
-from evaluation.scores import find_responses, score_anchors
+from evaluation.scores import SlotScores, find_responses, score_anchors
 from evaluation.tuning import Tuning, TuningFiles, fit_on_validation, settle
 from target.head import TargetHead
 from target.load import Target
@@ -37,41 +38,67 @@ def trained(tiny_config: MakeConfig, tiny_target: MakeTarget) -> Case:
     return make_case(config, tiny_target("llama"), num_prompts=5, steps=40)
 
 
-def loss_at(case: Case, temperatures: torch.Tensor) -> torch.Tensor:
-    """(L,) mean negative log-likelihood a slot over every anchor, by replay's own scores."""
+BUDGET = 6
+
+
+def loss_at(case: Case, temperatures: torch.Tensor, reach: torch.Tensor) -> torch.Tensor:
+    """(L,) mean negative log-likelihood a slot at `temperatures`, by replay's own scores, over the anchors whose recorded
+    prefix is a node of the tree at temperatures `reach` (which a heap finds anew)."""
     total, counts = torch.zeros(5, dtype=torch.float64), torch.zeros(5)
     for row in case.rows:
         for response in find_responses(row.loss_mask):
             anchors = range(response.num_drafted)
             with torch.no_grad():
-                scores = score_anchors(
-                    case.drafter, case.head, row, response, anchors, 1, temperatures
+                scores, shape = (
+                    score_anchors(case.drafter, case.head, row, response, anchors, BUDGET, t)
+                    for t in (temperatures, reach)
                 )
-            recorded = torch.arange(5) < scores.num_gold[:, None]
-            total -= torch.where(recorded, scores.gold_log_probs, 0).double().sum(0)
-            counts += recorded.sum(0)
+            for n in range(len(anchors)):
+                alive = 1 + accepted_by_heap(shape, n)  # slots the walk gets to
+                known = min(alive, int(scores.num_gold[n]))
+                total[:known] -= scores.gold_log_probs[n, :known].double()
+                counts[:known] += 1
     return total / counts
 
 
-def test_fit_is_the_minimum_of_each_slots_loss(trained: Case) -> None:
-    fit = fit_temperatures(trained.drafter, trained.head, trained.rows, anchors_per_row=999)
+def accepted_by_heap(scores: SlotScores, anchor: int) -> int:
+    log_probs = scores.top_log_probs[anchor]
+    places = torch.arange(log_probs.shape[1]).expand_as(log_probs)
+    tree = build_tree(0, log_probs, places, BUDGET)
+    node, depth = 0, 0  # the root
+    while depth < int(scores.num_gold[anchor]):
+        wanted = int(scores.gold_child_ranks[anchor, depth])
+        children = [i for i in range(1, len(tree)) if tree.parents[i] == node]
+        found = [i for i in children if tree.tokens[i] == wanted]
+        if not found:
+            break
+        node, depth = found[0], depth + 1
+    return depth
+
+
+def test_fit_is_the_minimum_over_the_slots_that_its_own_trees_reach(trained: Case) -> None:
+    fit = fit_temperatures(trained.drafter, trained.head, trained.rows, 999, BUDGET)
     best = torch.tensor(fit.temperatures)
-    least = loss_at(trained, best)
+    least = loss_at(trained, best, best)
     torch.testing.assert_close(least, torch.tensor(fit.nll_after).double(), rtol=1e-4, atol=1e-5)
-    before = loss_at(trained, torch.ones(5))
+    before = loss_at(trained, torch.ones(5), best)
     torch.testing.assert_close(before, torch.tensor(fit.nll_before).double(), rtol=1e-4, atol=1e-5)
     assert (least < before).all(), "the case needs a drafter that is badly calibrated"
     for factor in (0.97, 1.03):
-        assert (loss_at(trained, best * factor) > least).all()
+        assert (loss_at(trained, best * factor, best) > least).all()
     assert max(fit.temperatures) < BOUND
     assert min(fit.temperatures) > 1 / BOUND
+    falling = list(fit.num_tokens)
+    assert falling == sorted(falling, reverse=True)
+    everything = sum(row.loss_mask.sum() - 1 for row in trained.rows)
+    assert fit.num_tokens[0] == everything > fit.num_tokens[2], "the case needs walks that end"
 
 
 def test_a_scaled_head_gives_scaled_temperatures(trained: Case) -> None:
     """Logits times c have their minimum at temperature times c, and the same loss there."""
-    fit = fit_temperatures(trained.drafter, trained.head, trained.rows, 50)
+    fit = fit_temperatures(trained.drafter, trained.head, trained.rows, 50, BUDGET)
     scaled = TargetHead(trained.head.embedding, trained.head.head * 3)
-    again = fit_temperatures(trained.drafter, scaled, trained.rows, 50, head_chunk_rows=7)
+    again = fit_temperatures(trained.drafter, scaled, trained.rows, 50, BUDGET, head_chunk_rows=7)
     assert again.temperatures == pytest.approx([3 * t for t in fit.temperatures], rel=1e-3)
     assert again.nll_after == pytest.approx(fit.nll_after, rel=1e-4)
 
@@ -83,12 +110,14 @@ def test_a_slot_without_tokens_keeps_temperature_one_and_no_response_is_refused(
     first = int(row.loss_mask.int().argmax())
     short = row.loss_mask & (torch.arange(len(row.loss_mask)) < first + 3)
     rows = [dataclasses.replace(row, loss_mask=short)]
-    fit = fit_temperatures(trained.drafter, trained.head, rows, 50)
-    assert fit.num_tokens == (2, 1, 0, 0, 0)
+    fit = fit_temperatures(trained.drafter, trained.head, rows, 50, 64)
+    assert fit.num_tokens[0] == 2
+    assert fit.num_tokens[1] <= 1, "only where the walk gets to it"
+    assert fit.num_tokens[2:] == (0, 0, 0)
     assert fit.temperatures[2:] == (1.0, 1.0, 1.0)
     nothing = [dataclasses.replace(row, loss_mask=torch.zeros_like(row.loss_mask))]
     with pytest.raises(ValueError, match="no row has a response of two tokens"):
-        fit_temperatures(trained.drafter, trained.head, nothing, 50)
+        fit_temperatures(trained.drafter, trained.head, nothing, 50, 64)
 
 
 def test_temperatures_a_row_are_those_of_full_logits() -> None:
@@ -236,7 +265,7 @@ def test_a_fit_looks_at_no_more_anchors_than_asked_for(
 
     for num_anchors in (1, 4, 7):
         fit = fit_on_validation(
-            trained.drafter, trained.head, cast(FeatureSet, Features()), num_anchors
+            trained.drafter, trained.head, cast(FeatureSet, Features()), num_anchors, 64
         )
         assert 0 < max(fit["num_tokens"]) <= num_anchors
 
