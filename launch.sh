@@ -20,6 +20,7 @@ usage: ./launch.sh COMMAND [CONFIG] [section.key=value ...]
   convert  IN [OUT]  a drafter folder in another format (--to zlab | speculators); without OUT: what IN is
   ablation FILE      losses side by side: the same warm start, data, steps and anchors, held-out prompts replayed
   watch    RUN...    the page of a training run, while it trains or after; several runs laid over each other
+  workspace CONFIG   a W&B workspace with a panel for every metric, grouped; needs WANDB_API_KEY
   report   CONFIG    write the report again from what evaluate recorded
   verify-features DIR    every byte of feature shards against their manifest, rows against the target; --repair
   compare  A B       two evaluated runs or reports, prompt by prompt: paired differences with intervals
@@ -138,6 +139,7 @@ main() {
     convert) setup; exec .venv/bin/python -m export.convert "$@" ;;
     compare) setup; exec .venv/bin/python -m evaluation.compare "$@" ;;
     verify-features) setup; exec .venv/bin/python -m extract.verify_command "$@" ;;
+    workspace) setup; setup workspace; exec .venv/bin/python -m train.workspace "$@" ;;
     watch) setup; exec .venv/bin/python -m train.watch "$@" ;;
     ablation) setup; exec .venv/bin/python -m train.ablation "$@" ;;
     plan) setup; exec .venv/bin/python -m train.plan_page "$@" ;;

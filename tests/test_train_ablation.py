@@ -255,13 +255,15 @@ def write_live(run: AblationRun, passes: dict[str, dict[str, list[int]]], identi
 def test_the_live_table_pairs_prompts_and_counts_what_agrees(tmp_path: Path) -> None:
     """Replay says 2 and 4 for ce. Live: the same but for one pass; tree is 3 and 4, all of it as replayed."""
     ablation = make_ablation(tmp_path, seeds=(0,), live_prompts=2)
-    keys: tuple[str, ...] = ("chain", "tree-8")
+    keys = ("chain", "tree-8")
     replayed = {"ce": {"a": [2, 2], "b": [4]}, "tree": {"a": [3, 3, 1], "b": [4]}}
     decoded = {"ce": {"a": [2, 1], "b": [4]}, "tree": {"a": [3, 3], "b": [4]}}
     for name, passes in replayed.items():
         run = AblationRun(ablation, name, 0)
         write_judgement(run, passes)
-        live = {prompt: dict.fromkeys(keys, emitted) for prompt, emitted in decoded[name].items()}
+        live: dict[str, dict[str, list[int]]] = {
+            prompt: dict.fromkeys(keys, emitted) for prompt, emitted in decoded[name].items()
+        }
         write_live(run, live, "x")
     rows = {(row.variant, row.acceptor): row for row in live_rows(ablation)}
     assert rows.keys() == {(name, key) for name in replayed for key in keys}
