@@ -132,7 +132,7 @@ class StreamWorker:
         """Blocks that this worker has claimed, as they come to be wanted; ends with the training."""
         while True:
             waiting = Waiting()
-            while (block := self._take()) is None:
+            while (block := self.take()) is None:
                 if self.stream.is_trained():
                     return
                 self.claims.worked()  # a full ring is no stall
@@ -163,7 +163,7 @@ class StreamWorker:
             self._num_tokens += sum(len(row.input_ids) for row in extracted.rows)
         self._report()
 
-    def _take(self) -> int | None:
+    def take(self) -> int | None:
         """A wanted block that is neither there nor at work; None if there is none now."""
         cursor = self.stream.read_cursor() or self.plan.cursor(0, 0)
         present = self.ring.present()
@@ -179,7 +179,7 @@ class StreamWorker:
         self.ring.keep_only({*wanted, *at_work})
         for block in wanted:
             if block not in present and block not in at_work and self.claims.take(_claim(block)):
-                if self.ring.read_record(block) is None:
+                if not self.ring.holds(block):
                     with self._lock:
                         self._at_work.add(block)
                     return block

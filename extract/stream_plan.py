@@ -69,9 +69,10 @@ class StreamPlan:
         assert budget is not None  # the schema requires it of a stream
         if (needed := self.most_at_once()) > budget:
             raise ValueError(
-                f"train.stream_bytes={budget} ({format_bytes(budget)}) is too little: a step may need two windows of "
-                f"train.shuffle_window={self.config.train.shuffle_window} blocks, up to {format_bytes(needed)}; raise it to "
-                f"{needed}, or lower train.shuffle_window or extract.shard_bytes"
+                f"train.stream_bytes={budget} ({format_bytes(budget)}) is too little: some step of "
+                f"train.global_batch_samples={self.config.train.global_batch_samples} needs windows of "
+                f"train.shuffle_window={self.config.train.shuffle_window} blocks with up to {format_bytes(needed)}; raise it "
+                f"to {needed}, or lower train.shuffle_window or extract.shard_bytes"
             )
         return budget
 

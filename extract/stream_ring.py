@@ -90,6 +90,10 @@ class Ring:
             if block_file(block) in sizes and record_file(block) in sizes
         }
 
+    def holds(self, block: int) -> bool:
+        """`present` of one block."""
+        return all(self.storage.exists(name) for name in (block_file(block), record_file(block)))
+
     def read_record(self, block: int) -> BlockRecord | None:
         value = self._read(record_file(block))
         return None if value is None else BlockRecord(**value)
