@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -122,6 +124,29 @@ def test_a_checkpoint_away_from_its_run_says_what_it_lacks(tmp_path: Path) -> No
     moved = shutil.copytree(folder, tmp_path / "elsewhere" / "drafter")
     with pytest.raises(FileNotFoundError, match=r"frozen\.safetensors is missing.*export"):
         load_drafter(moved, "cpu", torch.float32)
+
+
+def test_an_export_of_a_checkpoint_is_whole_and_a_run_may_start_from_either(tmp_path: Path) -> None:
+    released(tmp_path / "released")
+    config = recipe_of(tmp_path, "run", "train.steps=2")
+    train_drafter(config, ONE_RANK)
+    folder = resolve_checkpoint(config.run.folder / "checkpoints", "last")
+    wanted = load_drafter(folder, "cpu", torch.float32).state_dict()
+    out = tmp_path / "elsewhere" / "exported"
+    subprocess.run(
+        [sys.executable, "-m", "export.convert", str(folder), str(out), "--to", "zlab"],
+        cwd=Path(__file__).parent.parent,
+        check=True,
+    )
+    assert set(load_file(out / "model.safetensors")) == set(wanted)
+    assert not (out / "frozen.json").exists()
+    for source in (folder, out):
+        started = initial_drafter(make_config(tmp_path / "next", f"train.init_from={source}"))
+        found = started.state_dict()
+        for name, value in wanted.items():
+            torch.testing.assert_close(found[name], value, rtol=1e-2, atol=1e-3)
+            if source == folder:
+                assert torch.equal(found[name], value)
 
 
 def test_a_source_that_changed_is_refused_before_a_run_goes_on(tmp_path: Path) -> None:

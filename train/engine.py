@@ -138,7 +138,8 @@ def trained(drafter: Drafter) -> Iterator[tuple[str, nn.Parameter]]:
 def use_all_cores(ranks: Ranks) -> None:
     """For an optimizer on the CPU beside a GPU; torchrun leaves a rank one thread. On a CPU run.cpu_threads decides."""
     if ranks.device.type == "cuda":
-        torch.set_num_threads(max(1, (os.cpu_count() or 1) // torch.cuda.device_count()))
+        local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", torch.cuda.device_count()))
+        torch.set_num_threads(max(1, (os.cpu_count() or 1) // local_ranks))
 
 
 def deepspeed_config(

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-import torch
 from torch import nn
 from torch.optim import AdamW, Optimizer
 
@@ -89,4 +88,4 @@ def set_adam_step(optimizer: Optimizer, step: int) -> None:
     """Optimizer steps that Adam's bias correction counts."""
     for state in optimizer.state.values():
         if "step" in state:
-            state["step"] = torch.full_like(torch.as_tensor(state["step"]), step)
+            state["step"].fill_(step)
