@@ -121,9 +121,12 @@ def start_wandb(config: Config, run_id: str | None) -> WandbRun | None:
     """A W&B run, continued if `run_id` is given; offline, without any network, when there is no WANDB_API_KEY."""
     if config.train.wandb_project is None or os.environ.get("WANDB_MODE") == "disabled":
         return None
+    online = bool(os.environ.get("WANDB_API_KEY")) and os.environ.get("WANDB_MODE") != "offline"
+    if not online:
+        # an offline wandb still reports its own use and errors to its server, unless both say no before it is imported
+        os.environ.update(WANDB_MODE="offline", WANDB_ERROR_REPORTING="false")
     import wandb  # slow to import, and not wanted by every run
 
-    online = bool(os.environ.get("WANDB_API_KEY")) and os.environ.get("WANDB_MODE") != "offline"
     mode = "online" if online else "offline"
     logger.info("W&B %s, project %s", mode, config.train.wandb_project)
     return wandb.init(
