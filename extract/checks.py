@@ -6,8 +6,9 @@ Seen in public trainers: features that were all zero, constant, NaN or shifted b
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,9 +18,13 @@ from extract.batches import length_batches
 from target.load import Target
 from target.taps import forward_with_taps
 
-RMS_BAND = 16.0  # a row's tap may be this many times louder or quieter than the first rows'
+RMS_BAND = 4.0  # a row's tap may be this many times louder or quieter than the first rows'; three targets' rows: 1.2 at most
 FIRST_ROWS = 16
 HEAD_CHUNK_ROWS = 256  # rows of logits alive at once
+MAX_SURPRISE_NATS = (
+    0.1  # of a sampled corpus, beyond what its size explains; another text's is several
+)
+STANDARD_ERRORS = 5.0
 
 
 @dataclass(frozen=True)
@@ -31,7 +36,22 @@ class FirstRows:
     num_tokens: int
     """Response tokens compared."""
     greedy_match: float
-    """Share of them that are the argmax of the target's own head on its own last hidden state."""
+    """Share of them that are the argmax of the target's own head on its own last hidden state. Greedy corpora: 1 in float32;
+    98.3 % was measured in bfloat16, where near-ties fall otherwise in generation than in prefill."""
+    surprise_nats: float = 0.0
+    """Mean of -log p(token) less the entropy of p, p the target's softmax at the corpus' temperature: 0 in expectation for
+    tokens that were drawn from p, below for greedy ones and for a cut tail (top_p, top_k), several nats for another text."""
+    surprise_error: float = 0.0
+    """Its standard error, if tokens were independent."""
+
+    def to_json(self) -> dict[str, Any]:
+        """For the manifest."""
+        return {
+            "num_tokens": self.num_tokens,
+            "greedy_match": self.greedy_match,
+            "surprise_nats": self.surprise_nats,
+            "tap_rms": self.tap_rms.tolist(),
+        }
 
 
 def padded_batch(rows: Sequence[CorpusRow], device: torch.device) -> tuple[Tensor, Tensor]:
@@ -90,13 +110,21 @@ def features_problem(
 
 @torch.inference_mode()
 def measure_first_rows(
-    target: Target, rows: Sequence[CorpusRow], layer_ids: Sequence[int], batch_tokens: int
+    target: Target,
+    rows: Sequence[CorpusRow],
+    layer_ids: Sequence[int],
+    batch_tokens: int,
+    temperature: float = 1.0,
 ) -> FirstRows:
-    """One full forward over the corpus' first rows. Raises ValueError if the target's features are unusable."""
+    """One full forward over the corpus' first rows. Raises ValueError if the target's features are unusable.
+
+    temperature: that the corpus was sampled at; any for a greedy one.
+    """
     rows = [row for row in rows if ids_problem(row, target.vocab_size) is None]
     if not rows:
         raise ValueError("the first rows of the corpus hold no usable token ids; run data again")
-    rms, equal, num_tokens = [], 0, 0
+    rms, equal = [], 0
+    surprises: list[Tensor] = []
     for batch in length_batches([row.num_tokens for row in rows], batch_tokens):
         members = [rows[index] for index in batch]
         input_ids, lengths = padded_batch(members, target.device)
@@ -104,8 +132,9 @@ def measure_first_rows(
         assert output.last_hidden is not None
         for index, row in enumerate(members):
             rms.append(token_rms(output.features[index, : row.num_tokens]))
-            found = _num_greedy(target, output.last_hidden[index], row)
-            equal, num_tokens = equal + found, num_tokens + int(row.loss_mask[1:].sum())
+            found, surprise = _judge_tokens(target, output.last_hidden[index], row, temperature)
+            equal += found
+            surprises.append(surprise)
     tap_rms = torch.stack(rms).median(dim=0).values
     for tap, value in enumerate(tap_rms.tolist()):
         if not 0 < value < float("inf"):
@@ -113,7 +142,44 @@ def measure_first_rows(
                 f"the target gives unusable features: tap {tap} (layer {layer_ids[tap]}) has RMS {value} on the corpus' "
                 "first rows; check target.model, target.dtype and target.attention"
             )
-    return FirstRows(tap_rms, num_tokens, equal / num_tokens if num_tokens else 1.0)
+    surprise = torch.cat(surprises).double()
+    num_tokens = len(surprise)
+    if num_tokens == 0:
+        return FirstRows(tap_rms, 0, 1.0)
+    error = float(surprise.std(correction=0)) / num_tokens**0.5
+    return FirstRows(tap_rms, num_tokens, equal / num_tokens, float(surprise.mean()), error)
+
+
+def require_parity(first: FirstRows, recipe: Mapping[str, Any], min_greedy_match: float) -> str:
+    """What the first rows say of target and corpus, in a line. recipe: the corpus' settings, by dotted key.
+
+    Raises ValueError if the target that answered cannot be this one, with its own norm and head. Answers that the target did not
+    give say nothing about it.
+    """
+    if not recipe["data.responses.generate"]:
+        return (
+            f"the corpus' answers are not the target's own: {first.greedy_match:.1%} of {first.num_tokens} tokens are its argmax, and "
+            f"they surprise it by {first.surprise_nats:.2f} nats more than its own would; nothing is required of them"
+        )
+    if recipe["data.responses.temperature"] == 0:
+        require_greedy_match(first, min_greedy_match)
+        return f"the target's argmax is {first.greedy_match:.1%} of {first.num_tokens} recorded greedy tokens"
+    require_sampled_match(first)
+    return (
+        f"{first.num_tokens} recorded sampled tokens surprise the target by {first.surprise_nats:+.3f} nats more than its own draws "
+        f"(standard error {first.surprise_error:.3f})"
+    )
+
+
+def require_sampled_match(first: FirstRows) -> None:
+    """Raises ValueError if a sampled corpus is not what this target would draw at its temperature."""
+    limit = MAX_SURPRISE_NATS + STANDARD_ERRORS * first.surprise_error
+    if not first.surprise_nats <= limit:  # NaN too
+        raise ValueError(
+            f"{first.num_tokens} recorded sampled response tokens surprise this target by {first.surprise_nats:.2f} nats a token more "
+            f"than its own draws would (at most {limit:.2f} is chance); the corpus was answered by another target, dtype, template or "
+            "temperature, or its ids are shifted: run data again with this target"
+        )
 
 
 def require_greedy_match(first: FirstRows, min_greedy_match: float) -> None:
@@ -126,15 +192,22 @@ def require_greedy_match(first: FirstRows, min_greedy_match: float) -> None:
         )
 
 
-def _num_greedy(target: Target, last_hidden: Tensor, row: CorpusRow) -> int:
-    """Response tokens of `row` that are the argmax of the head at the position before. last_hidden (S, H)."""
+def _judge_tokens(
+    target: Target, last_hidden: Tensor, row: CorpusRow, temperature: float
+) -> tuple[int, Tensor]:
+    """Of the response tokens of `row`, by the head at the position before: how many are its argmax, and by how much each
+    surprises it beyond the entropy, in nats (n,). last_hidden (S, H)."""
     positions = torch.tensor(row.loss_mask[1:]).nonzero().squeeze(-1)  # predicts position + 1
     wanted = torch.tensor(row.input_ids[1:], dtype=torch.int64)[positions]
-    equal = 0
+    equal, surprises = 0, [torch.zeros(0)]
     for at, gold in zip(
         positions.split(HEAD_CHUNK_ROWS), wanted.split(HEAD_CHUNK_ROWS), strict=True
     ):
         hidden = last_hidden[at.to(last_hidden.device)].to(target.lm_head.device)
-        chosen = nn.functional.linear(hidden, target.lm_head).argmax(-1).cpu()
-        equal += int((chosen == gold).sum())
-    return equal
+        logits = nn.functional.linear(hidden, target.lm_head)
+        equal += int((logits.argmax(-1).cpu() == gold).sum())
+        log_probs = (logits.float() / temperature).log_softmax(-1)
+        entropy = -(log_probs.exp() * log_probs).sum(-1)
+        own = log_probs.gather(1, gold.to(log_probs.device)[:, None]).squeeze(1)
+        surprises.append((-own - entropy).cpu())
+    return equal, torch.cat(surprises)

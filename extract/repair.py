@@ -44,6 +44,7 @@ from data.feature_shards import (
 from data.features import layout_of
 from extract.batches import CorpusSlice
 from extract.checks import FIRST_ROWS, measure_first_rows
+from extract.selected_rows import stored_rows
 from extract.slices import Extracted, extract_slice
 from extract.verify import Verified
 from extract.work import plan_work
@@ -142,7 +143,7 @@ class _Extractor:
         if not todo:
             return
         work, tap_rms = self.work, self._tap_rms()
-        corpus = CorpusRows(work.corpus_folder, work.corpus)
+        corpus = stored_rows(work.corpus_folder, work.corpus, work.settings.get("rows")).rows
         layout = layout_of(self.manifest)
         for index, start, stop, shard in self._places():
             if shard in todo:

@@ -11,8 +11,6 @@ import logging
 import time
 from collections import Counter
 
-import torch
-
 from common.distributed import Ranks
 from common.files import only_writer
 from common.wandb_run import WandbRun, has_key, start_run
@@ -21,7 +19,7 @@ from data.corpus_rows import CorpusRows
 from data.feature_manifest import FeatureManifest
 from extract.batches import shard_tokens
 from extract.board import Board
-from extract.checks import FIRST_ROWS, measure_first_rows, require_greedy_match
+from extract.checks import FIRST_ROWS, FirstRows, measure_first_rows, require_parity
 from extract.claims import BEATS_A_LEASE, Claims, clear_claims
 from extract.plan import plan_extract, raw_bytes_per_token
 from extract.reporter import Reporter
@@ -32,7 +30,6 @@ from extract.work import (
     clear_sidecars,
     finish_work,
     is_complete,
-    is_greedy,
     open_work,
     plan_work,
     require_same_start,
@@ -65,15 +62,15 @@ def run_extract(config: Config, ranks: Ranks, ignore_disk: bool = False) -> None
     else:
         _begin(config, work, stream, ignore_disk)
     target = load_target(config.target, ranks.device)
-    tap_rms = check_target(config, work, target)
+    first = check_target(config, work, target)
     if not is_complete(work):
-        _make_shards(config, work, target, tap_rms, ranks)
+        _make_shards(config, work, target, first, ranks)
     if stream is not None:
-        fill_ring(stream, target, tap_rms)
+        fill_ring(stream, target, first.tap_rms)
 
 
 def _make_shards(
-    config: Config, work: ExtractWork, target: Target, tap_rms: torch.Tensor, ranks: Ranks
+    config: Config, work: ExtractWork, target: Target, first: FirstRows, ranks: Ranks
 ) -> None:
     stored = stored_rows(work.corpus_folder, work.corpus, rows_kind(config.train))
     plan = plan_extract(config, work.corpus)
@@ -85,7 +82,17 @@ def _make_shards(
             save_head(work, target)
         with Reporter(work, cuts, curve) as reporter:
             board = Board(work, claims, cuts)
-            tools = Tools(config, work, claims, board, stored.rows, target, tap_rms, reporter)
+            tools = Tools(
+                config,
+                work,
+                claims,
+                board,
+                stored.rows,
+                target,
+                first.tap_rms,
+                reporter,
+                first.to_json(),
+            )
             manifest = _work_to_the_end(tools)
     if manifest:
         _describe(work, manifest)
@@ -105,22 +112,21 @@ def _begin(config: Config, work: ExtractWork, stream: Stream | None, ignore_disk
     require_same_start(work)
 
 
-def check_target(config: Config, work: ExtractWork, target: Target) -> torch.Tensor:
-    """(D,) usual RMS of each tap. Every worker checks the same first rows of the whole corpus: its own device, kernels and
+def check_target(config: Config, work: ExtractWork, target: Target) -> FirstRows:
+    """The usual RMS of each tap, and how well the corpus' answers are the target's. Every worker checks the same first rows of the whole corpus: its own device, kernels and
     weights. Raises ValueError if the target is not the one that the corpus is of."""
     corpus = CorpusRows(work.corpus_folder, work.corpus)
     rows = corpus.read(0, min(FIRST_ROWS, len(corpus.lengths)))
+    recipe = work.corpus.settings["recipe"]
     first = measure_first_rows(
-        target, rows, config.drafter.target_layer_ids, config.extract.batch_tokens
+        target,
+        rows,
+        config.drafter.target_layer_ids,
+        config.extract.batch_tokens,
+        recipe["data.responses.temperature"] or 1.0,
     )
-    if is_greedy(work.corpus):
-        require_greedy_match(first, config.extract.min_greedy_match)
-        logger.info(
-            "the target's argmax is %.1f%% of %d recorded greedy tokens",
-            100 * first.greedy_match,
-            first.num_tokens,
-        )
-    return first.tap_rms
+    logger.info("%s", require_parity(first, recipe, config.extract.min_greedy_match))
+    return first
 
 
 def _work_to_the_end(tools: Tools) -> FeatureManifest | None:
@@ -140,7 +146,9 @@ def _finish(tools: Tools) -> FeatureManifest | None:
         if tools.board.is_finished():
             return None
         save_head(tools.work, tools.target)
-        manifest = finish_work(tools.work, tools.board.cuts, tools.config.extract.max_quarantined)
+        manifest = finish_work(
+            tools.work, tools.board.cuts, tools.config.extract.max_quarantined, tools.first_rows
+        )
     tools.board.refresh()
     return manifest or _work_to_the_end(tools)
 

@@ -117,12 +117,6 @@ def plan_work(config: Config) -> ExtractWork:
     return ExtractWork(corpus_folder, storage, corpus, settings)
 
 
-def is_greedy(corpus: CorpusManifest) -> bool:
-    """Whether the target itself answered, taking its argmax at every token."""
-    recipe = corpus.settings["recipe"]
-    return recipe["data.responses.generate"] and recipe["data.responses.temperature"] == 0
-
-
 def shard_name(index: int) -> str:
     return f"shard-{index:06d}.parquet"
 

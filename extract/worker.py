@@ -6,6 +6,7 @@ Raw features of at most `extract.writers` + 2 shards are in memory: one growing,
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor
 
@@ -37,6 +38,8 @@ class Tools:
     target: Target
     tap_rms: Tensor
     reporter: Reporter
+    first_rows: dict[str, Any] | None = None
+    """What the manifest keeps of the check of the first rows."""
 
 
 def make_free_shards(tools: Tools) -> None:

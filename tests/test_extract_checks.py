@@ -107,7 +107,8 @@ def broken(change):
         (IDS, broken(lambda f: f[:, 0].mul_(50)), "tap 0 has RMS"),
         (IDS, broken(lambda f: f[:, 1].mul_(0.01)), "tap 1 has RMS"),
         (IDS, broken(lambda f: f[:, 0].copy_(f[:1, 0].expand(4, -1))), "tap 0 is the same"),
-        (IDS, broken(lambda f: f.mul_(4)), None),  # rows differ; the band is wide
+        (IDS, broken(lambda f: f.mul_(3)), None),  # rows differ; the band is wide
+        (IDS, broken(lambda f: f.mul_(6)), "tap 0 has RMS"),
     ],
 )
 def test_each_fault_of_a_row_is_named(ids, features, reason):

@@ -110,4 +110,4 @@ def _online(
         "set it back, or extract again into another folder",
     )
     target = load_target(config.target, ranks.device)
-    return OnlineSource(plan, order, target, check_target(config, work, target))
+    return OnlineSource(plan, order, target, check_target(config, work, target).tap_rms)
