@@ -1,6 +1,6 @@
 """Extraction beside the target's bare forward and beside a padded batch loop, on the same rows, in one run.
 
-    python -m bench.extract [--config configs/demo.yaml] [--device cuda] [--lengths configs/qwen3.6-27b.yaml] [--shrink 16]
+    python -m bench.extract [--config configs/smollm2.yaml] [--device cuda] [--lengths configs/qwen3.6-27b.yaml] [--shrink 32]
 
 `bare` is the target's forward over the batches that extraction makes, nothing copied, checked or stored: the speed of light.
 `extract` is a worker as the stage runs it, claims, checks, codec, sums and files on disk included, target already loaded.
@@ -16,6 +16,7 @@ Bars: extract at least 0.9 of bare and at least 2 times naive.
 from __future__ import annotations
 
 import argparse
+import math
 import statistics
 import tempfile
 import time
@@ -35,11 +36,10 @@ from configs.schema import Config
 from data.corpus import CorpusRow, read_corpus_manifest, write_corpus
 from data.corpus_rows import CorpusRows
 from data.lengths import Lengths, corpus_lengths, stated_lengths
-from extract.batches import cut_lengths, length_batches, shard_tokens
+from extract.batches import cut_lengths, length_batches
 from extract.board import Board
 from extract.checks import measure_first_rows, padded_batch
 from extract.claims import Claims
-from extract.plan import plan_extract, raw_bytes_per_token
 from extract.reporter import Reporter
 from extract.work import ExtractWork
 from extract.worker import Tools, make_free_shards
@@ -65,13 +65,19 @@ class Row:
 
 
 class Bench:
-    def __init__(self, config: Config, target: Target, lengths: Sequence[int], naive_batch: int):
+    def __init__(
+        self,
+        config: Config,
+        target: Target,
+        lengths: Sequence[int],
+        naive_batch: int,
+        num_shards: int,
+    ):
         self.config, self.target, self.naive_batch = config, target, naive_batch
         self.layers = config.drafter.target_layer_ids
         self.num_tokens = sum(lengths)
         self.rows = _rows(lengths, target.vocab_size)
-        raw = raw_bytes_per_token(plan_extract(config))
-        self.cuts = cut_lengths(lengths, shard_tokens(config.extract.shard_bytes, raw))
+        self.cuts = cut_lengths(lengths, math.ceil(self.num_tokens / num_shards))
         first = measure_first_rows(target, self.rows[:4], self.layers, config.extract.batch_tokens)
         self.tap_rms = first.tap_rms
 
@@ -200,12 +206,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
-    parser.add_argument("--config", type=Path, default=Path("configs/demo.yaml"))
+    parser.add_argument("--config", type=Path, default=Path("configs/smollm2.yaml"))
     parser.add_argument("overrides", nargs="*", help="section.key=value of the recipe")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--lengths", type=Path, default=Path("configs/qwen3.6-27b.yaml"))
-    parser.add_argument("--shrink", type=float, default=16.0)
-    parser.add_argument("--tokens", type=int, default=1500)
+    parser.add_argument("--shrink", type=float, default=32.0)
+    parser.add_argument("--tokens", type=int, default=2000)
+    parser.add_argument("--shards", type=int, default=4, help="the rows are cut into about so many")
     parser.add_argument("--naive-batch", type=int, default=8)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--output", type=Path, default=Path("outputs/bench/extract.json"))
@@ -216,7 +223,7 @@ def main() -> None:
     lengths = _lengths_of(options.lengths)
     drawn = drawn_lengths(lengths, options.tokens, options.shrink)
     target = load_target(config.target, options.device)
-    bench = Bench(config, target, drawn, options.naive_batch)
+    bench = Bench(config, target, drawn, options.naive_batch, options.shards)
     rows = measure(bench, options.rounds)
     result = {
         "name": "extract",

@@ -30,6 +30,7 @@ from extract_runs import (
 import extract.run as stage
 import extract.work
 from common.storage import LocalStorage, Storage
+from data.corpus_rows import CorpusRows
 from data.feature_manifest import read_feature_manifest
 from data.features import verify_features
 from extract import patience
@@ -284,6 +285,38 @@ def test_a_worker_that_sleeps_through_its_lease_does_no_harm(
             assert stored.read(name) == data, name  # complete without it
         wake.set()
         sleeper.result()
+    assert_nothing_lost(config, whole)
+
+
+def test_a_worker_told_to_go_gives_its_claims_up_before_its_writers_are_done(
+    make_run, whole, monkeypatch
+):
+    config = make_run(some_rows(), "extract.max_quarantined=0.1", "extract.lease_s=3600")
+    storage = TroubledStorage(features_of(config), no_trouble)
+    claims_at_exit: list[list[str]] = []
+    told, real_put, real_read = threading.Event(), storage.inner.put, CorpusRows.read
+
+    def put(name, path):
+        if name.startswith("shard-"):  # uploads, slowly
+            assert told.wait(30)
+            wait_until(lambda: not storage.inner.names("claims/"))
+            claims_at_exit.append(storage.inner.names("claims/"))
+        real_put(name, path)
+
+    def read(self, start, stop):
+        if start > 20:  # what SIGTERM does in the main thread (common/command.py)
+            told.set()
+            raise SystemExit(143)
+        return real_read(self, start, stop)
+
+    monkeypatch.setattr(storage.inner, "put", put)
+    with monkeypatch.context() as patch:
+        patch.setattr(CorpusRows, "read", read)
+        with pytest.raises(SystemExit):
+            run_on(config, storage, monkeypatch)
+    assert claims_at_exit
+    assert not any(claims_at_exit)
+    run_extract(config, ONE)  # nothing to wait an hour for
     assert_nothing_lost(config, whole)
 
 
