@@ -41,7 +41,8 @@ def write_hybrid_target(
     passages: Sequence[Passage],
     training_folder: Path,
 ) -> None:
-    """Weights, tokenizer, generation config, `training.json`, and the held-out passages as `prompts-<task>.jsonl`.
+    """Weights, tokenizer, generation config, `training.json`, and passages as `prompts-<task>.jsonl` (held out) and
+    `learnt-<task>.jsonl` (the others: many, and fine to train a drafter on).
 
     Training that was stopped continues from its last state in `training_folder`. Raises ValueError for sizes that make no
     model or for too little text.
@@ -57,7 +58,8 @@ def write_hybrid_target(
     state_file = training_folder / f"{_work_name(section, hybrid, rows)}.safetensors"
     fitted = fit(model, rows, held_out_rows, hybrid, state_file)
     _save(folder, model, tokenizer)
-    _write_prompts(folder, held_out)
+    write_prompts(folder, "prompts", held_out)
+    write_prompts(folder, "learnt", learnt)
     write_json(folder / "training.json", _summary(hybrid, model, rows, fitted))
     state_file.unlink(missing_ok=True)
     logger.info("the hybrid's held-out loss is %.3f nats a token", fitted.held_out_nats)
@@ -159,14 +161,15 @@ def _save(folder: Path, model: Qwen3_5ForCausalLM, tokenizer: PreTrainedTokenize
     tokenizer.save_pretrained(folder)
 
 
-def _write_prompts(folder: Path, passages: Sequence[Passage]) -> None:
+def write_prompts(folder: Path, name: str, passages: Sequence[Passage]) -> None:
+    """`<name>-<task>.jsonl` of every task."""
     for task in sorted({passage.task for passage in passages}):
         lines = [
             json.dumps({"prompt": passage.prompt, "name": passage.name}, ensure_ascii=False) + "\n"
             for passage in passages
             if passage.task == task
         ]
-        (folder / f"prompts-{task}.jsonl").write_text("".join(lines), encoding="utf-8")
+        (folder / f"{name}-{task}.jsonl").write_text("".join(lines), encoding="utf-8")
 
 
 def _summary(
