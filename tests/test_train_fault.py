@@ -215,3 +215,43 @@ def test_a_kill_at_any_point_of_a_save_loses_at_most_that_save(
         for run in (config.run.folder, undisturbed)
     )
     assert found == wanted
+
+
+@pytest.mark.slow
+def test_a_death_is_named_under_every_launcher_of_a_run(tmp_path: Path) -> None:
+    """Two launchers of two ranks stand for two machines: the other one's only news comes over the lifeline."""
+    script = tmp_path / "rank.py"
+    script.write_text(RANK)
+    port = str(free_port())
+    launchers = [
+        subprocess.Popen(
+            [
+                *(
+                    sys.executable,
+                    "-m",
+                    "common.torchrun",
+                    "--nnodes",
+                    "2",
+                    "--nproc-per-node",
+                    "2",
+                ),
+                *("--node-rank", str(node), "--master-addr", "127.0.0.1", "--master-port", port),
+                *(str(script), "3", "busy"),
+            ],
+            env=environment(),
+            cwd=ROOT,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for node in range(2)
+    ]
+    far, near = (launcher.communicate(timeout=200)[1] for launcher in launchers)
+    assert [launcher.returncode for launcher in launchers] == [1, 128 + signal.SIGKILL]
+    assert re.search(
+        r"^error: rank 3 on \S+ \(process \d+\) was ended by SIGKILL", near, re.MULTILINE
+    )
+    assert re.search(
+        r"^error: rank 3 on \S+ \(process \d+\) is gone without a word", far, re.MULTILINE
+    )
+    assert far.count("error:") == near.count("error:") == 1
+    assert "Traceback" not in far + near

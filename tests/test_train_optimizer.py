@@ -155,6 +155,8 @@ SETTINGS = [
 MORE_SETTINGS = [
     "train.optimizer=muon train.zero_stage=0",
     "train.weight_decay=0.1 train.zero_stage=2",
+    "train.zero_stage=1 train.dtype=bfloat16 train.offload=optimizer",
+    "train.zero_stage=3 train.offload=optimizer",
     "train.zero_stage=3 train.dtype=bfloat16 train.offload=all",
 ]
 
