@@ -38,6 +38,10 @@ class ExtractPlan:
     num_soft_labels: int = 0
     """Target tokens kept for each response token (extract.soft_labels)."""
     footprint: Footprint | None = None
+    held_out_share: float | None = None
+    """Of the samples, what is stored when the training rows are streamed or never stored; None: all is stored."""
+    ring_bytes: int = 0
+    """Budget of the stream beside it (train.stream_bytes)."""
 
     @property
     def num_samples(self) -> int | None:
@@ -70,7 +74,11 @@ class ExtractPlan:
 
     @property
     def planned_bytes(self) -> float | None:
-        return self.stored_bytes(self.codec)
+        """On disk at one time."""
+        stored = self.stored_bytes(self.codec)
+        if stored is None or self.held_out_share is None:
+            return stored
+        return stored * self.held_out_share + self.ring_bytes
 
     @property
     def num_shards(self) -> int | None:
@@ -108,6 +116,8 @@ class ExtractPlan:
         """Changes that bring the features under the free disk, each alone; empty if even one sample is too much."""
         if self.lengths is None or self.planned_bytes is None or self.free_bytes is None:
             return []
+        if self.held_out_share is not None:
+            return ["a smaller train.stream_bytes"] if self.ring_bytes else []
         options = [
             f"extract.codec={codec} ({format_bytes(stored)})"
             for codec in CODEC_RATIO
@@ -171,7 +181,8 @@ class ExtractPlan:
             *self._length_lines(self.lengths),
             f"features: {raw}",
             *self._soft_lines(),
-            f"on disk: {sizes}",
+            f"{'on disk' if self.held_out_share is None else 'all of it'}: {sizes}",
+            *self._stream_lines(),
             f"shards: about {self.num_shards:,} of {format_bytes(self.shard_bytes)} raw (extract.shard_bytes)",
         ]
 
@@ -184,6 +195,19 @@ class ExtractPlan:
         return [
             f"lengths: {named}, longest {lengths.longest:,}",
             *length_table(lengths),
+        ]
+
+    def _stream_lines(self) -> list[str]:
+        if self.held_out_share is None:
+            return []
+        ring = (
+            f" and a ring of {format_bytes(self.ring_bytes)} (train.stream_bytes)"
+            if self.ring_bytes
+            else ""
+        )
+        return [
+            f"on disk at one time: {format_bytes(self.planned_bytes or 0)}: the held-out rows{ring}; training rows are computed "
+            "again in every epoch"
         ]
 
     def _soft_lines(self) -> list[str]:
@@ -253,6 +277,10 @@ def plan_extract(config: Config, corpus: CorpusManifest | None = None) -> Extrac
         tokens_per_s=config.extract.tokens_per_s,
         location=location,
         free_bytes=config.extract.free_disk_bytes or free_bytes(location),
+        held_out_share=None
+        if config.train.source == "shards"
+        else config.data.validation_fraction + config.data.test_fraction,
+        ring_bytes=config.train.stream_bytes or 0,
     )
     in_memory = max(plan.shard_bytes, config.data.max_tokens * raw_bytes_per_token(plan))
     return replace(plan, footprint=footprint(config, in_memory))

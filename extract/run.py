@@ -113,8 +113,8 @@ def _begin(config: Config, work: ExtractWork, stream: Stream | None, ignore_disk
 
 
 def check_target(config: Config, work: ExtractWork, target: Target) -> FirstRows:
-    """The usual RMS of each tap, and how well the corpus' answers are the target's. Every worker checks the same first rows of the whole corpus: its own device, kernels and
-    weights. Raises ValueError if the target is not the one that the corpus is of."""
+    """The usual RMS of each tap, and how well the corpus' answers are the target's. Every worker checks the same first rows of
+    the whole corpus: its own device, kernels and weights. Raises ValueError if the target is not the one that the corpus is of."""
     corpus = CorpusRows(work.corpus_folder, work.corpus)
     rows = corpus.read(0, min(FIRST_ROWS, len(corpus.lengths)))
     recipe = work.corpus.settings["recipe"]

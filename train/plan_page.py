@@ -24,12 +24,14 @@ from extract.plan import (
     format_bytes,
     free_bytes,
     plan_extract,
+    raw_bytes_per_token,
 )
 from train.plan import TrainPlan, plan_train
 
 NUM_GPUS, LARGE_GPU_GB = 8, 141
 MANY_TOKENS = 20_000_000  # fewer are an hour's work at most, whatever the target
 WIDTH = 116
+WINDOW = 4  # blocks shuffled together, for advice
 
 
 @dataclass(frozen=True)
@@ -90,7 +92,7 @@ class Page:
         planned = plan.planned_bytes
         if planned is not None and plan.free_bytes is not None and not plan.fits:
             what = f"features need {format_bytes(planned)}, {plan.location} has {format_bytes(plan.free_bytes)} free"
-            yield Finding("stop", what, (*plan.would_fit(), ELSEWHERE))
+            yield Finding("stop", what, (*plan.would_fit(), *self._streaming(), ELSEWHERE))
             return
         free = free_bytes(str(self.config.run.folder))
         together = (
@@ -104,6 +106,21 @@ class Page:
             )
             remedies = ("a smaller train.keep_checkpoints", "run.output_dir on another disk")
             yield Finding("stop", f"{what}, {self.config.run.folder} has {format_bytes(free)} free", remedies)  # fmt: skip
+
+    def _streaming(self) -> Iterator[str]:
+        """A ring of features in place of all: half the free disk, if that holds enough blocks to shuffle and to overlap."""
+        plan, budget = self.extract, (self.extract.free_bytes or 0) // 2
+        block = (
+            plan.shard_bytes * plan.stored_bytes_per_token(plan.codec) / raw_bytes_per_token(plan)
+        )
+        if plan.held_out_share is not None or budget < 4 * WINDOW * block:
+            return
+        hours, epochs = plan.hours(NUM_GPUS), self.train.epochs
+        cost = "" if hours is None or epochs is None else (
+            f": {epochs:.1f} epochs are extracted anew, {_hours(hours * epochs)} on {NUM_GPUS} GPUs beside the trainer's"
+        )  # fmt: skip
+        size = 10 ** (len(str(budget)) - 1) * int(str(budget)[0])  # one digit of it
+        yield f"train.source=stream train.shuffle_window={WINDOW} train.stream_bytes={size:_}{cost}"
 
     def _is_one_disk(self) -> bool:
         """Whether features and checkpoints share a disk."""
