@@ -41,11 +41,6 @@ class BlockSequence:
         last = min(first + self.window, self.num_blocks)
         return range(epoch * self.num_blocks + first, epoch * self.num_blocks + last)
 
-    def window_at(self, position: int) -> int:
-        """The window that holds `position`."""
-        epoch, place = divmod(position, self.num_blocks)
-        return epoch * self.windows_an_epoch + place // self.window
-
     def distinct_blocks(self, positions: range) -> Iterator[int]:
         """The blocks at `positions`, each once, where it comes first."""
         seen: set[int] = set()

@@ -70,6 +70,12 @@ def test_windows_mix_their_blocks_and_epochs_and_seeds_differ() -> None:
     assert [s.entry.sample_id for s in window_order([5] * 8, 4, seed=1).samples(0, 80)] != ids
 
 
+def test_every_window_has_a_shuffle_of_its_own() -> None:
+    order = window_order([20], 1)  # each epoch is the same block alone
+    epochs = [[s.entry.sample_id for s in order.samples(20 * epoch, 20)] for epoch in range(3)]
+    assert len({tuple(ids) for ids in epochs}) == 3
+
+
 def test_the_full_order_is_what_finished_runs_had() -> None:
     """Numbers of runs from before windows existed: they must continue with the same batches."""
     [entries] = entries_of([7])
