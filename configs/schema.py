@@ -415,7 +415,8 @@ class ExtractSection(Section):
     batch_tokens: PositiveInt = 16_384
     """Padded tokens a target forward."""
     max_padding: Fraction = 0.05
-    """A row joins a batch while padding is at most this share of it; 1: batches are filled up to batch_tokens."""
+    """A row joins a batch while padding is at most this share of it (or the batch is below a sixteenth of batch_tokens); 1:
+    batches are filled up to batch_tokens."""
     writers: PositiveInt = 2
     """Threads of a worker that encode, compress and store shards; each holds one. More for a bucket that answers slowly."""
     lease_s: float = Field(default=60.0, gt=0)

@@ -12,6 +12,9 @@ from typing import TypeVar
 
 from data.corpus import CorpusRow
 
+SMALL = 16
+"""A batch of this part of batch_tokens may be padded: a forward of so few tokens takes the time to read the weights."""
+
 _Item = TypeVar("_Item")
 
 
@@ -66,15 +69,16 @@ def length_batches(
 ) -> list[list[int]]:
     """Indices into `lengths`, longest first, in batches of at most `batch_tokens` with padding.
 
-    A row joins a batch while padding stays at most the share `max_padding` of it; one longer than `batch_tokens` is a batch
-    of its own. Longest first, so that memory runs out at once or not at all.
+    A row joins a batch while padding stays at most the share `max_padding` of it, or the batch is small; one longer than
+    `batch_tokens` is a batch of its own. Longest first, so that memory runs out at once or not at all.
     """
     batches: list[list[int]] = []
     used = 0  # tokens of the last batch that are no padding
     for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
         padded = (len(batches[-1]) + 1) * lengths[batches[-1][0]] if batches else 0
         padding = padded - used - lengths[index]
-        if batches and padded <= batch_tokens and padding <= max_padding * padded:
+        is_dense = padding <= max_padding * padded or padded * SMALL <= batch_tokens
+        if batches and padded <= batch_tokens and is_dense:
             batches[-1].append(index)
             used += lengths[index]
         else:
