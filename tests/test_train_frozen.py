@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -22,6 +20,7 @@ from drafter.folder import (
     write_drafter,
 )
 from drafter.model import Drafter
+from export.convert import main, parser
 from train.engine import join_process_group
 from train.freeze import frozen_names
 from train.initialise import initial_drafter
@@ -133,11 +132,7 @@ def test_an_export_of_a_checkpoint_is_whole_and_a_run_may_start_from_either(tmp_
     folder = resolve_checkpoint(config.run.folder / "checkpoints", "last")
     wanted = load_drafter(folder, "cpu", torch.float32).state_dict()
     out = tmp_path / "elsewhere" / "exported"
-    subprocess.run(
-        [sys.executable, "-m", "export.convert", str(folder), str(out), "--to", "zlab"],
-        cwd=Path(__file__).parent.parent,
-        check=True,
-    )
+    main(parser().parse_args([str(folder), str(out), "--to", "zlab"]))
     assert set(load_file(out / "model.safetensors")) == set(wanted)
     assert not (out / "frozen.json").exists()
     for source in (folder, out):

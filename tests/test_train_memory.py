@@ -77,7 +77,7 @@ def test_moments_and_masters_are_what_an_engine_holds(
 def test_what_fits_follows_cards_and_numbers(tmp_path: Path) -> None:
     big = [
         "train.head_chunk_rows=1024",
-        "train.num_anchors=4096",
+        "train.pack_blocks=4096",
         "train.activation_checkpointing=false",
     ]
     memory = TrainMemory(load_config(MISSION, big))
