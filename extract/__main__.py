@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import os
-from pathlib import Path
 
 import torch
 
@@ -12,16 +11,15 @@ from common.command import run_command, stage_parser
 from common.distributed import Ranks, end_with_parent, rank_from_environment
 from configs.load import load_config
 from configs.schema import Config
-from data.features import verify_features
 from extract.run import run_extract
+from extract.verify_command import verify
 
 
 def main(options: argparse.Namespace) -> None:
     config = load_config(options.config, options.overrides)
     if options.verify:
         if rank_from_environment() == 0:
-            count = verify_features(Path(config.features_location))
-            print(f"{count} files are what the manifest says")
+            verify(config.features_location, num_threads=4)
         return
     run_extract(config, this_worker(config), options.ignore_disk)
 
@@ -48,7 +46,7 @@ if __name__ == "__main__":
         "extract", "Run the frozen target over the corpus and store its features."
     )
     parser.add_argument(
-        "--verify", action="store_true", help="only compare every file with its sha256"
+        "--verify", action="store_true", help="only check what is there (verify-features says more)"
     )
     parser.add_argument(
         "--ignore-disk", action="store_true", help="start even if the features exceed the free disk"

@@ -65,6 +65,16 @@ def main(options: argparse.Namespace) -> None:
         compare(storage, verified, options.sample, options.seed, device)
 
 
+def verify(location: str, num_threads: int) -> None:
+    """Every byte, without the target. Raises ValueError if anything is damaged."""
+    storage = open_storage(location)
+    verified = verify_files(storage, num_threads)
+    for damage in verified.damages:
+        logger.warning("damaged: %s", damage)
+    _require_whole(storage, verified)
+    _say(storage, verified)
+
+
 def compare(
     storage: Storage, verified: Verified, count: int, seed: int, device: torch.device
 ) -> None:

@@ -268,6 +268,34 @@ def test_a_manifest_with_other_fields_says_what_to_do(tmp_path):
             open_features(folder)
 
 
+def test_version_1_with_its_rows_inside_is_the_same_set(tmp_path):
+    folder = tmp_path / "features"
+    write_set(folder, "bf16")
+    new, manifest = open_features(folder), read_feature_manifest(folder)
+    write_json(manifest_path(folder), manifest.to_json())
+    (folder / "rows.parquet").unlink()
+    old = open_features(folder)
+    assert old.entries == new.entries
+    assert old.settings == new.settings
+    assert read_feature_manifest(folder).shards == manifest.shards
+    assert torch.equal(old.read(old.entries[2]).features, new.read(new.entries[2]).features)
+
+
+def test_a_manifest_or_rows_that_were_changed_are_refused_at_opening(tmp_path):
+    folder = tmp_path / "features"
+    write_set(folder, "bf16")
+    whole = manifest_path(folder).read_text()
+    manifest_path(folder).write_text(whole.replace('"num_tokens": 17', '"num_tokens": 16'))
+    with pytest.raises(ValueError, match=r"differs from the sum it holds of itself.*--repair"):
+        open_features(folder)
+    manifest_path(folder).write_text(whole)
+    rows = bytearray((folder / "rows.parquet").read_bytes())
+    rows[-20] ^= 1
+    (folder / "rows.parquet").write_bytes(rows)
+    with pytest.raises(ValueError, match=r"rows\.parquet differs from its sum in the manifest"):
+        open_features(folder)
+
+
 def test_the_targets_head_is_read_through_before_use(tmp_path):
     folder = tmp_path / "features"
     write_set(folder, "bf16")
