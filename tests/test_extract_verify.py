@@ -208,7 +208,9 @@ def test_rows_and_manifest_give_each_other_back(damaged):
         assert bytes_of(folder) == whole
     (folder / "rows.parquet").unlink()
     (folder / "manifest.json").unlink()
-    with pytest.raises(FileNotFoundError, match=r"manifest\.json cannot be used and there is no rows\.parquet"):
+    with pytest.raises(
+        FileNotFoundError, match=r"manifest\.json cannot be used and there is no rows\.parquet"
+    ):
         verify_files(open_storage(folder))
 
 
