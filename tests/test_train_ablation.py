@@ -13,16 +13,10 @@ import yaml
 from train_runs import ONE_RANK, make_config, write_features
 
 from configs.load import load_config
-from configs.schema import TrainSection
 from data.feature_shards import FeatureRow
 from data.features import open_features
 from drafter.folder import load_drafter, resolve_checkpoint
 from evaluation.decoded import Decoded
-from train.ablation.identity import (
-    FIRST_DRAFTER_SETTINGS,
-    FIRST_TRAIN_SETTINGS,
-    settings_of,
-)
 from train.ablation.judge import (
     Judgement,
     divide_prompts,
@@ -213,20 +207,6 @@ def test_every_variant_continues_the_warmup_on_the_same_data_and_is_judged_once(
     write_features(tmp_path / "run" / "features", seed=1)
     assert not is_trained(warmup)
     assert not is_judged(run, "judge", sets)
-
-
-def test_settings_younger_than_a_judgement_count_only_when_they_are_set() -> None:
-    class Younger(TrainSection):
-        brand_new: int = 7
-
-    first = settings_of(TrainSection(steps=1), FIRST_TRAIN_SETTINGS)
-    assert first.keys() == FIRST_TRAIN_SETTINGS
-    assert settings_of(Younger(steps=1), FIRST_TRAIN_SETTINGS) == first
-    changed = settings_of(Younger(steps=1, brand_new=8), FIRST_TRAIN_SETTINGS)
-    assert changed == {**first, "brand_new": 8}
-    assert settings_of(TrainSection(steps=1, beta2=0.9), FIRST_TRAIN_SETTINGS) != first
-    drafter = load_config(ROOT / "configs" / "debug.yaml").drafter
-    assert settings_of(drafter, FIRST_DRAFTER_SETTINGS).keys() == FIRST_DRAFTER_SETTINGS
 
 
 def test_the_features_of_another_base_folder_are_linked_anew(tmp_path: Path) -> None:

@@ -12,16 +12,18 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+import torch
+
 from common.distributed import Ranks
 from common.files import fields_of, read_json, write_json
+from common.fingerprint import fingerprint
 from common.progress import Progress
 from data.features import FeatureSet, RowEntry, open_features
 from drafter.folder import drafter_fingerprint, load_drafter, resolve_checkpoint
 from evaluation.acceptance import PromptPasses
-from evaluation.calibration import fit_temperatures
+from evaluation.calibration import FIT_RULE, fit_temperatures
 from evaluation.replay import ReplayOptions, replay_row
 from target.head import load_target_head
-from train.ablation.identity import judgement_identity
 from train.ablation.runs import AblationRun, base_config
 from train.ablation.settings import Ablation
 from train.checkpoint import Checkpoints
@@ -153,4 +155,15 @@ def is_trained(run: AblationRun) -> bool:
 
 def _identity(run: AblationRun, sets: PromptSets, prompts: PromptSet, drafter: str) -> str:
     rows = {name: [entry.sample_id for entry in vars(sets)[name]] for name in ("fit", prompts)}
-    return judgement_identity(run, drafter, rows)
+    # how the drafter came to be is not in it: its weights are
+    evaluation = run.config().evaluation
+    return fingerprint(
+        [
+            drafter,
+            rows,
+            sorted(run.ablation.budgets),
+            [FIT_RULE, run.ablation.fit_anchors_per_row],
+            [evaluation.max_new_tokens, evaluation.dtype],
+            torch.__version__,
+        ]
+    )
