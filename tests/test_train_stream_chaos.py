@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import random
 import subprocess
 import sys
 import time
@@ -18,6 +17,7 @@ from stream_runs import ONE_RANK, WINDOW, make_run
 from common.storage import Storage, open_storage
 from configs.schema import Config
 from extract.run import run_extract
+from extract.stream_ring import Ring
 
 BUDGET = 3_500_000  # of four blocks of at most 1.1 MB, two of which a step may need
 CHANGES = (
@@ -28,6 +28,8 @@ CHANGES = (
     "train.checkpoint_every=4",
     "train.eval_every=40",
 )
+KILLS = (("extract", 0), ("train", 1), ("extract", 3), ("train", 5), ("train", 6))
+"""Who is killed once the trainer has come to which block."""
 STREAM = ("train.source=stream", f"train.stream_bytes={BUDGET}")
 
 
@@ -79,10 +81,9 @@ def test_whoever_dies_the_run_is_that_of_shards(
 
 def run_with_kills(config: Config, overrides: list[str], environment: dict[str, str]) -> int:
     """The trainer starts first; gives the most bytes that were in the ring."""
-    chance, storage = random.Random(0), open_storage(config.features_location)
+    storage = open_storage(config.features_location)
     sides: dict[str, subprocess.Popen[bytes]] = {}
-    kills = {"train": 2, "extract": 2}
-    next_kill = time.monotonic() + 30
+    kills = list(KILLS)
     most, first = 0, True
     while True:
         for side in ("train",) if first else ("train", "extract"):
@@ -96,15 +97,14 @@ def run_with_kills(config: Config, overrides: list[str], environment: dict[str, 
             first = False
         most = max(most, ring_bytes(storage))
         if all(process.poll() == 0 for process in sides.values()) and len(sides) == 2:
+            assert not kills, "it ended before all were killed"
             return most
-        if time.monotonic() > next_kill and any(kills.values()):
-            victim = chance.choice([side for side, left in kills.items() if left])
-            if sides[victim].poll() is None and ring_bytes(storage):  # in the middle of something
-                sides[victim].kill()
-                sides[victim].wait()
-                kills[victim] -= 1
-            next_kill = time.monotonic() + chance.uniform(2, 20)
-        time.sleep(0.1)
+        cursor = Ring(storage).read_cursor()
+        if kills and cursor is not None and ring_bytes(storage) and cursor.next >= kills[0][1]:
+            victim = sides[kills.pop(0)[0]]
+            victim.kill()
+            victim.wait()
+        time.sleep(0.05)
 
 
 def ring_bytes(storage: Storage) -> int:
