@@ -38,9 +38,12 @@ def start_run(
     """
     if project is None or os.environ.get("WANDB_MODE") == "disabled":
         return None
+    online = has_key() and os.environ.get("WANDB_MODE") != "offline"
+    if not online:
+        # an offline wandb still reports its own use and errors to its server, unless both say no before it is imported
+        os.environ.update(WANDB_MODE="offline", WANDB_ERROR_REPORTING="false")
     import wandb  # slow to import, and not wanted by every run
 
-    online = has_key() and os.environ.get("WANDB_MODE") != "offline"
     mode = "online" if online else "offline"
     logger.info("W&B %s, project %s", mode, project)
     return wandb.init(

@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import json
-import logging
-import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Protocol
 
+from common.wandb_run import start_run
 from configs.schema import Config
-
-logger = logging.getLogger(__name__)
 
 METRICS = {
     "train/loss": "nats a slot, cross-entropy averaged with the slot weights, since the last line",
@@ -59,16 +55,6 @@ TIMES = frozenset(
 """The only values that differ between two runs of one recipe on one machine."""
 
 
-class WandbRun(Protocol):
-    """What is used of wandb.Run."""
-
-    @property
-    def id(self) -> str: ...
-
-    def log(self, data: dict[str, Any], step: int | None = None) -> None: ...
-    def finish(self) -> None: ...
-
-
 class Tracker:
     """The curve of a run; main rank only."""
 
@@ -77,7 +63,13 @@ class Tracker:
         self.path = config.run.folder / "logs" / "train.jsonl"
         self.path.parent.mkdir(parents=True, exist_ok=True)
         drop_lines_after(self.path, after_step)
-        self._wandb = start_wandb(config, wandb_run_id)
+        self._wandb = start_run(
+            config.train.wandb_project,
+            config.run.name,
+            self.path.parent,
+            config.model_dump(mode="json"),
+            wandb_run_id,
+        )
 
     @property
     def wandb_run_id(self) -> str | None:
@@ -115,27 +107,3 @@ def drop_lines_after(path: Path, step: int) -> None:
     aside = path.with_suffix(".tmp")
     aside.write_text("".join(kept), encoding="utf-8")
     aside.replace(path)
-
-
-def start_wandb(config: Config, run_id: str | None) -> WandbRun | None:
-    """A W&B run, continued if `run_id` is given; offline, without any network, when there is no WANDB_API_KEY."""
-    if config.train.wandb_project is None or os.environ.get("WANDB_MODE") == "disabled":
-        return None
-    online = bool(os.environ.get("WANDB_API_KEY")) and os.environ.get("WANDB_MODE") != "offline"
-    if not online:
-        # an offline wandb still reports its own use and errors to its server, unless both say no before it is imported
-        os.environ.update(WANDB_MODE="offline", WANDB_ERROR_REPORTING="false")
-    import wandb  # slow to import, and not wanted by every run
-
-    mode = "online" if online else "offline"
-    logger.info("W&B %s, project %s", mode, config.train.wandb_project)
-    return wandb.init(
-        project=config.train.wandb_project,
-        name=config.run.name,
-        id=run_id,
-        resume="allow" if online else None,
-        mode=mode,
-        dir=config.run.folder / "logs",
-        config=config.model_dump(mode="json"),
-        settings=wandb.Settings(silent=True, console="off"),
-    )
