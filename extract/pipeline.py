@@ -63,7 +63,12 @@ class Pipeline:
         try:
             self._put(0, item)
         except _Stopped:
-            assert self._failure is not None
+            self.require_sound()
+            raise AssertionError from None
+
+    def require_sound(self) -> None:
+        """Raises what went wrong in a stage: for a caller that waits with nothing to put."""
+        if self._failure is not None:
             raise self._failure from None
 
     def stop(self) -> None:

@@ -6,10 +6,11 @@ the trainer's cursor and what is in the ring, so it may be killed and started at
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -20,7 +21,7 @@ from configs.schema import Config
 from data.feature_manifest import QuarantinedRow
 from data.feature_shards import write_shard
 from extract.batches import CorpusSlice
-from extract.claims import Claims
+from extract.claims import Claims, ClaimsGoFirst
 from extract.pipeline import Pipeline, Stage
 from extract.plan import ExtractPlan, format_bytes
 from extract.slices import Batch, Extracted, SliceBuilder, SliceForward
@@ -58,10 +59,14 @@ class Stream:
     def is_trained(self) -> bool:
         """Whether the trainer needs nothing more. Then nothing is left in the ring either."""
         cursor = self.read_cursor()
-        if cursor is None or not cursor.is_done:
+        if cursor is None or not cursor.is_done or self.goes_on(cursor):
             return False
         self.ring.clear()
         return True
+
+    def goes_on(self, cursor: Cursor) -> bool:
+        """Whether this recipe trains for more steps than the run that wrote `cursor` did."""
+        return cursor.total is not None and cursor.total < self.plan.total
 
     def require_disk(self, plan: ExtractPlan) -> None:
         """Raises ValueError if the disk does not hold the ring and the held-out rows."""
@@ -90,14 +95,15 @@ def fill_ring(stream: Stream, target: Target, tap_rms: Tensor) -> None:
     plan, extract = stream.plan, stream.plan.config.extract
     forward = SliceForward(plan.config, target)
     builder = SliceBuilder(forward, tap_rms)
+    stream.ring.storage.remove_leftovers()  # of killed workers, beside the budget
     with Claims(stream.ring.storage, extract.lease_s, prefix=CLAIMS) as claims:
         worker = StreamWorker(stream, claims)
         stages = [
             Stage("copy", lambda item: _collect(builder, item)),
             Stage("write", worker.store, num_threads=extract.writers),
         ]
-        with Pipeline(stages) as pipeline:
-            for block in worker.take_all():
+        with Pipeline(stages) as pipeline, ClaimsGoFirst(claims):
+            for block in worker.take_all(pipeline.require_sound):
                 cut = plan.cuts[block]
                 part = CorpusSlice(block, plan.rows.read(cut.start, cut.stop))
                 for batch in forward.batches(part):
@@ -125,14 +131,19 @@ class StreamWorker:
         self._next_line_s = FIRST_LINE_S
         self._lock = threading.Lock()
         self._at_work: set[int] = set()
+        self._ours: set[int] = set()  # present, and of this plan
         self._quarantined: dict[str, QuarantinedRow] = {}
         self._num_made = self._num_tokens = 0
 
-    def take_all(self) -> Iterator[int]:
-        """Blocks that this worker has claimed, as they come to be wanted; ends with the training."""
+    def take_all(self, require_sound: Callable[[], None] = lambda: None) -> Iterator[int]:
+        """Blocks that this worker has claimed, as they come to be wanted; ends with the training.
+
+        require_sound: raises what went wrong with a block that was taken: it may be all that the ring has room for.
+        """
         while True:
             waiting = Waiting()
             while (block := self.take()) is None:
+                require_sound()
                 if self.stream.is_trained():
                     return
                 self.claims.worked()  # a full ring is no stall
@@ -166,7 +177,7 @@ class StreamWorker:
     def take(self) -> int | None:
         """A wanted block that is neither there nor at work; None if there is none now."""
         cursor = self.stream.read_cursor() or self.plan.cursor(0, 0)
-        present = self.ring.present()
+        present = self._present()
         wanted = wanted_blocks(
             cursor,
             self.plan.windows.sequence,
@@ -178,13 +189,30 @@ class StreamWorker:
         # what this worker is writing is not there yet, and what is not wanted any more makes room
         self.ring.keep_only({*wanted, *at_work})
         for block in wanted:
-            if block not in present and block not in at_work and self.claims.take(_claim(block)):
+            if block not in present and block not in at_work and self._claim(block):
                 if not self.ring.holds(block):
                     with self._lock:
                         self._at_work.add(block)
                     return block
                 self.claims.give_up(_claim(block))  # another worker was faster
         return None
+
+    def _present(self) -> dict[int, int]:
+        """The ring's blocks. Those of another recipe, which the trainer would never take, go."""
+        present = self.ring.present()
+        for block in present.keys() - self._ours:
+            record = self.ring.read_record(block)
+            if record is not None and record.plan != self.plan.fingerprint:
+                logger.warning("block %d of another recipe is removed from the ring", block)
+                self.ring.drop(block)
+                del present[block]
+        self._ours = {*present}
+        return present
+
+    def _claim(self, block: int) -> bool:
+        with contextlib.suppress(FileNotFoundError):  # the claims' folder went with the training
+            return self.claims.take(_claim(block))
+        return False
 
     def _add_quarantined(self, rows: list[QuarantinedRow]) -> list[QuarantinedRow]:
         """All of this worker so far, each once however many epochs it failed in."""
@@ -206,6 +234,11 @@ class StreamWorker:
         held = f"{len(present)} blocks, {format_bytes(sum(present.values()))} of {format_bytes(self.budget)}"
         if cursor is None:
             return f"stream: {held}; no trainer yet: start `./launch.sh train` with this recipe"
+        if cursor.is_done:
+            return (
+                f"stream: the trainer has ended after {cursor.total} samples, this recipe trains on {self.plan.total}: "
+                "start `./launch.sh train` with this recipe"
+            )
         return (
             f"stream: {held}; {self._num_made} made here; the trainer is at block {cursor.next} of {cursor.end} "
             "(is it running? else start `./launch.sh train` with this recipe)"

@@ -6,10 +6,10 @@ Both sides make it for themselves, from the corpus and the recipe; no feature is
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from common.fingerprint import fingerprint
+from common.fingerprint import fingerprint, require_equal
 from configs.schema import Config
 from data.corpus import read_corpus_manifest
 from data.feature_shards import FeatureLayout
@@ -50,7 +50,8 @@ class StreamPlan:
     def cursor(self, saved: int, trained: int) -> Cursor:
         """saved, trained: samples (extract/stream_ring.py)."""
         batch = self.config.train.global_batch_samples
-        return cursor_at(self.fingerprint, self.windows, saved, trained, batch, self.total)
+        cursor = cursor_at(self.fingerprint, self.windows, saved, trained, batch, self.total)
+        return replace(cursor, run=str(self.config.run.folder.resolve()))
 
     def most_at_once(self) -> int:
         """Bytes of the blocks that some step cannot do without, at most: a step may begin at a window's last sample."""
@@ -89,6 +90,7 @@ def plan_stream(config: Config, settings: Mapping[str, Any]) -> StreamPlan:
             f"the corpus in {folder} is not the one that {config.features_location} was made from; bring back the corpus, or "
             "give this run another run.output_dir and extract again"
         )
+    _require_same_blocks(config, settings)
     rows = training_rows(folder, corpus)
     if not len(rows.lengths):
         raise ValueError(f"the corpus in {folder} has no rows of split `train`; add sources")
@@ -112,6 +114,18 @@ def plan_stream(config: Config, settings: Mapping[str, Any]) -> StreamPlan:
         SampleWindows(sequence, [cut.num_rows for cut in cuts]),
         layout,
         fingerprint([dict(settings), window, config.run.seed]),
+    )
+
+
+def _require_same_blocks(config: Config, settings: Mapping[str, Any]) -> None:
+    """Raises ValueError if this recipe cuts or stores blocks in another way than the features' does: rows would be looked for
+    in blocks that do not hold them."""
+    wanted = {key: getattr(config.extract, key) for key in ("codec", "shard_bytes", "soft_labels")}
+    require_equal(
+        f"the features in {config.features_location}",
+        {f"extract.{key}": settings.get(key, 0) for key in wanted},
+        {f"extract.{key}": value for key, value in wanted.items()},
+        "set it back, or extract again into another folder (extract.folder, run.output_dir)",
     )
 
 

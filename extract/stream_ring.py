@@ -17,12 +17,15 @@ from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from itertools import chain
 
+from common.files import fields_of, parse_json
 from common.storage import Storage
 from extract.stream_order import BlockSequence, SampleWindows
 
 FOLDER = "stream/"
 CURSOR_FILE = FOLDER + "cursor.json"
 CLAIMS = FOLDER + "claims/"
+CURSOR_REMEDY = "delete it, `./launch.sh train` writes it again"
+RECORD_REMEDY = "delete it, `./launch.sh extract` makes the block again"
 
 
 @dataclass(frozen=True)
@@ -39,6 +42,10 @@ class Cursor:
     """The trainer cannot go on without what is before it, from `next`."""
     end: int
     """The run needs nothing from here on."""
+    total: int | None = None
+    """Samples of the run. None, as below: written before it was kept."""
+    run: str | None = None
+    """The run's folder: two runs with one stream would each ask for blocks that the other has released."""
 
     @property
     def is_done(self) -> bool:
@@ -57,7 +64,8 @@ def cursor_at(
     # the batch that is trained on, the one read beside it, and always the window after the current one
     at_once = windows.positions(trained, 2 * batch).stop
     following = windows.sequence.window_positions(windows.window_of(trained) + 1)
-    return Cursor(plan, start(saved), start(trained), min(max(at_once, following.stop), end), end)
+    needed = min(max(at_once, following.stop), end)
+    return Cursor(plan, start(saved), start(trained), needed, end, total)
 
 
 @dataclass(frozen=True)
@@ -75,8 +83,10 @@ class Ring:
     storage: Storage
 
     def read_cursor(self) -> Cursor | None:
+        """None if there is none. Raises ValueError if it is not one."""
         value = self._read(CURSOR_FILE)
-        return None if value is None else Cursor(**value)
+        with fields_of(self.storage.location(CURSOR_FILE), CURSOR_REMEDY):
+            return None if value is None else Cursor(**value)
 
     def write_cursor(self, cursor: Cursor) -> None:
         self._write(CURSOR_FILE, asdict(cursor))
@@ -95,8 +105,10 @@ class Ring:
         return all(self.storage.exists(name) for name in (block_file(block), record_file(block)))
 
     def read_record(self, block: int) -> BlockRecord | None:
+        """None if there is none. Raises ValueError if it is not one."""
         value = self._read(record_file(block))
-        return None if value is None else BlockRecord(**value)
+        with fields_of(self.storage.location(record_file(block)), RECORD_REMEDY):
+            return None if value is None else BlockRecord(**value)
 
     def write_record(self, block: int, record: BlockRecord) -> None:
         """Once the block is there."""
@@ -124,9 +136,14 @@ class Ring:
                 (self.storage.folder / CLAIMS).rmdir()
         self.storage.remove_leftovers()
 
+    def drop(self, block: int) -> None:
+        for name in (record_file(block), block_file(block)):
+            self.storage.delete(name)
+
     def _read(self, name: str) -> dict | None:
+        remedy = CURSOR_REMEDY if name == CURSOR_FILE else RECORD_REMEDY
         with contextlib.suppress(FileNotFoundError):
-            return json.loads(self.storage.read(name))
+            return parse_json(self.storage.read(name), self.storage.location(name), remedy)
         return None
 
     def _write(self, name: str, value: dict) -> None:

@@ -17,7 +17,7 @@ from data.feature_manifest import ShardEntry
 from data.feature_shards import FeatureLayout, FeatureRow, write_shard
 from extract.batches import CorpusSlice
 from extract.board import Board
-from extract.claims import Claims
+from extract.claims import Claims, ClaimsGoFirst
 from extract.pipeline import Pipeline, Stage
 from extract.reporter import Reporter
 from extract.selected_rows import SelectedRows
@@ -51,7 +51,7 @@ def make_free_shards(tools: Tools) -> None:
         Stage("copy", lambda item: _collect(builder, item)),
         Stage("write", writer.write, num_threads=tools.config.extract.writers),
     ]
-    with Pipeline(stages) as pipeline, _claims_go_first(tools.claims):
+    with Pipeline(stages) as pipeline, ClaimsGoFirst(tools.claims):
         for cut in tools.board.take_all():
             part = CorpusSlice(cut.index, tools.corpus.read(cut.start, cut.stop))
             for batch in forward.batches(part):
@@ -67,19 +67,6 @@ def _collect(builder: SliceBuilder, item: Batch | CorpusSlice) -> Extracted | No
         builder.add(item)
         return None
     return builder.finish(item)
-
-
-class _claims_go_first:
-    """On a machine that is being taken away every second counts: claims are given up before the stages are waited for."""
-
-    def __init__(self, claims: Claims):
-        self.claims = claims
-
-    def __enter__(self) -> None: ...
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if kind is not None:
-            self.claims.give_up_all()
 
 
 class _Writer:

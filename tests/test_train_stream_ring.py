@@ -6,12 +6,13 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from s3_server import BUCKET, s3_server
-from stream_runs import make_run, ring_files
+from stream_runs import extracting, make_run, ring_files
 
 import common.waiting
 from configs.schema import Config
@@ -20,7 +21,7 @@ from data.feature_shards import FeatureRow
 from extract.claims import Claims
 from extract.slices import Extracted
 from extract.stream import Stream, StreamWorker, open_stream
-from extract.stream_plan import block_entries
+from extract.stream_plan import block_entries, plan_stream
 from extract.work import plan_work
 from train.open_source import Blocks
 from train.sources import SourceClosed
@@ -206,3 +207,92 @@ def test_a_block_that_goes_while_it_is_read_is_waited_for(
             later.start()
             assert source.read(entry).sample_id == entry.sample_id
             later.join()
+
+
+@pytest.mark.timeout(60)
+def test_a_worker_whose_last_block_fails_stops_instead_of_waiting_for_room(
+    tiny_config: Callable[..., Config],
+) -> None:
+    one_block = ("extract.shard_bytes=100_000_000", "train.stream_bytes=100_000_000")
+    config = make_run(tiny_config, *STREAM, *one_block, "extract.max_quarantined=0.0")
+    with pytest.raises(ValueError, match="1 of 110 rows failed their checks"), extracting(config):
+        pass
+
+
+@pytest.mark.parametrize("key", ["extract.codec=fp8", "extract.shard_bytes=2_000_000"])
+def test_a_trainer_that_cuts_or_reads_blocks_in_another_way_is_refused(
+    tiny_config: Callable[..., Config], stream: Stream, key: str
+) -> None:
+    """Its rows would be looked for in blocks without them, and pass for rows that failed their checks."""
+    settings = plan_work(stream.plan.config).settings
+    other = stream.plan.config.model_copy(
+        update={"extract": make_run(tiny_config, *STREAM, key).extract}
+    )
+    with pytest.raises(ValueError, match=f"was made with {key.partition('=')[0]}=.*set it back"):
+        plan_stream(other, settings)
+
+
+def test_blocks_of_another_recipe_are_removed_not_waited_for(
+    stream: Stream, worker: StreamWorker
+) -> None:
+    fill(worker)
+    for block in stream.ring.present():
+        record = stream.ring.read_record(block)
+        assert record is not None
+        stream.ring.write_record(block, replace(record, plan="another seed's"))
+    with Claims(stream.ring.storage, 60.0, prefix="stream/claims/") as claims:
+        fill(StreamWorker(stream, claims))
+    source = source_of(stream)
+    source.trained(0)
+    source.prepare(0, lambda _: [])  # would wait for ever
+
+
+def test_a_second_run_on_one_stream_is_refused_until_the_first_has_ended(stream: Stream) -> None:
+    """Same corpus, recipe and seed but for the learning rate, say, so that the blocks are the same."""
+    first = source_of(stream)
+    first.trained(0)
+    run = stream.plan.config.run.model_copy(update={"output_dir": Path("elsewhere")})
+    config = stream.plan.config.model_copy(update={"run": run})
+    second = replace(stream, plan=replace(stream.plan, config=config))
+    with pytest.raises(ValueError, match=r"belongs to the run in .*, which has not ended"):
+        source_of(second).require_free()
+    first.saved(stream.plan.total)
+    source_of(second).require_free()
+
+
+def test_a_waiting_trainer_writes_its_cursor_again_if_it_is_gone(stream: Stream) -> None:
+    source = source_of(stream)
+    source.trained(40)
+    wanted = stream.ring.read_cursor()
+    stream.ring.storage.delete("stream/cursor.json")
+    timer = threading.Timer(0.5, source.close)
+    timer.start()
+    with pytest.raises(SourceClosed):
+        source.prepare(40, lambda _: [])
+    timer.join()
+    assert stream.ring.read_cursor() == wanted is not None
+
+
+def test_a_recipe_with_more_steps_finds_its_stream_not_ended(
+    stream: Stream, worker: StreamWorker
+) -> None:
+    """The extracting side may be the first to be started with them."""
+    source_of(stream).trained(stream.plan.total)
+    assert stream.is_trained()
+    train = stream.plan.config.train.model_copy(update={"steps": 61})
+    config = stream.plan.config.model_copy(update={"train": train})
+    longer = replace(stream, plan=replace(stream.plan, config=config))
+    assert not longer.is_trained()
+    line = StreamWorker(longer, worker.claims)._describe()
+    assert (
+        "has ended after 300 samples, this recipe trains on 305: start `./launch.sh train`" in line
+    )
+
+
+@pytest.mark.parametrize("name", ["cursor.json", "block-00000000.json"])
+def test_a_damaged_file_of_the_ring_is_named_with_its_remedy(stream: Stream, name: str) -> None:
+    read = stream.ring.read_cursor if "cursor" in name else lambda: stream.ring.read_record(0)
+    for data in (b"", b'{"plan": 1}', b"[]"):
+        stream.ring.storage.write(f"stream/{name}", data)
+        with pytest.raises(ValueError, match=rf"stream/{name} .*; delete it, `./launch.sh"):
+            read()

@@ -88,7 +88,9 @@ def open_supply(
     if config.train.source == "shards":
         return Supply(WindowedShards(own), order)
     if config.train.source == "stream":
-        return Supply(StreamSource(blocks.plan, Ring(own.storage), order, ranks.is_main), order)
+        source = StreamSource(blocks.plan, Ring(own.storage), order, ranks.is_main)
+        source.require_free()
+        return Supply(source, order)
     return Supply(_online(config, features, blocks.plan, order, ranks), order)
 
 
@@ -96,6 +98,7 @@ def release_stream(config: Config, blocks: Blocks | None, features: FeatureSet) 
     """Main rank of a run that is trained already: tell the extracting side so, as the run would have."""
     if blocks is not None and config.train.source == "stream":
         source = StreamSource(blocks.plan, Ring(features.storage), blocks.order, is_main=True)
+        source.require_free()
         source.trained(blocks.plan.total)
 
 

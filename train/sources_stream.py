@@ -14,10 +14,10 @@ import pyarrow.parquet as pq
 
 from common.progress import format_duration
 from common.waiting import Waiting
-from data.feature_shards import read_stored_row
+from data.feature_shards import FeatureLayout, StoredRow, read_stored_row
 from data.features import RowEntry, open_stored_shard
 from extract.stream_plan import StreamPlan
-from extract.stream_ring import BlockRecord, Cursor, Ring, block_file, block_of
+from extract.stream_ring import CURSOR_FILE, BlockRecord, Cursor, Ring, block_file, block_of
 from train.order import WindowOrder
 from train.sources import AnyRow, OwnSamples, Source, SourceClosed, absent_row
 
@@ -31,6 +31,18 @@ class StreamSource(Source):
         self._open: dict[str, _OpenBlock] = {}
         self._saved: int | None = None
         self._last: Cursor | None = None
+        self._cursor_lock = threading.Lock()
+
+    def require_free(self) -> Cursor | None:
+        """The cursor. Raises ValueError if another run, which has not come to its end, reads this stream."""
+        cursor, here = self.ring.read_cursor(), self.plan.cursor(0, 0)
+        if cursor is None or cursor.is_done or cursor.run in (None, here.run):
+            return cursor
+        raise ValueError(
+            f"the stream in {self.ring.storage.url} belongs to the run in {cursor.run}, which has not ended, and this run is in "
+            f"{here.run}; give it another extract.folder, or, if the other is over, delete "
+            f"{self.ring.storage.location(CURSOR_FILE)}"
+        )
 
     def prepare(self, consumed: int, own: OwnSamples) -> None:
         samples = self.order.samples(consumed, self.plan.config.train.global_batch_samples)
@@ -43,11 +55,12 @@ class StreamSource(Source):
     def read(self, entry: RowEntry) -> AnyRow:
         while True:
             block = self._open[entry.shard]
-            row = block.row_of.get(entry.sample_id)
-            if row is None:
+            if entry.sample_id in block.quarantined:
                 return absent_row(entry, self.plan.layout)
+            row = block.row_of.get(entry.sample_id)
+            assert row is not None, f"{entry.shard} of this plan does not know {entry.sample_id}"
             try:
-                return read_stored_row(block.file, row, self.plan.layout)
+                return block.read(entry, row, self.plan.layout)
             except FileNotFoundError:  # a worker that had not seen our cursor yet made room
                 self._await(entry.shard, "it was there and is gone again; the others")
             except (pa.ArrowException, OSError, ValueError) as error:
@@ -75,8 +88,9 @@ class StreamSource(Source):
         assert self._saved is not None
         cursor = self.plan.cursor(self._saved, trained)
         if cursor != self._last:
-            self.ring.write_cursor(cursor)
-            self._last = cursor
+            with self._cursor_lock:
+                self._last = cursor
+                self.ring.write_cursor(cursor)
         if cursor.is_done:
             self.ring.clear()  # no worker may be there to do it
 
@@ -87,6 +101,7 @@ class StreamSource(Source):
         while (block := self._look(file)) is None:
             if self._closed.is_set():
                 raise SourceClosed
+            self._keep_cursor()
             waiting.pause(
                 lambda: (
                     f"waiting for {self.ring.storage.location(file)} ({have} blocks of this step are there): if it is not "
@@ -96,6 +111,15 @@ class StreamSource(Source):
         if waiting.elapsed_s > 1:
             logger.info("%s came after %s", file, format_duration(waiting.elapsed_s))
         self._open[file] = block
+
+    def _keep_cursor(self) -> None:
+        """Workers follow the cursor: wait with this run's, and not if another run has put its own there."""
+        if not self.is_main:
+            self.require_free()
+            return
+        with self._cursor_lock:
+            if self.require_free() != self._last and self._last is not None:
+                self.ring.write_cursor(self._last)
 
     def _look(self, file: str) -> _OpenBlock | None:
         record = self.ring.read_record(block_of(file))
@@ -118,3 +142,10 @@ class _OpenBlock:
     def __init__(self, record: BlockRecord, file: pq.ParquetFile):
         self.file = file
         self.row_of = {sample_id: row for row, sample_id in enumerate(record.sample_ids)}
+        self.quarantined = {sample_id for sample_id, _ in record.quarantined}
+
+    def read(self, entry: RowEntry, row: int, layout: FeatureLayout) -> StoredRow:
+        found = read_stored_row(self.file, row, layout)
+        if (found.sample_id, len(found.input_ids)) != (entry.sample_id, entry.num_tokens):
+            raise ValueError(f"it holds sample {found.sample_id}")
+        return found
