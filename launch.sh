@@ -77,6 +77,7 @@ num_gpus() { { nvidia-smi -L 2>/dev/null || true; } | wc -l; }
 stage() {
   local module=$1; shift
   local gpus nproc; gpus=$(num_gpus); nproc=${NPROC:-$((gpus > 0 ? gpus : 1))}
+  case $nproc in *[!0-9]*) die "NPROC=$nproc is no number of ranks" ;; esac
   [ "$gpus" -gt 0 ] || export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}  # ranks on CPU: one thread each, they fight otherwise
   case " $* " in *" --help "* | *" -h "*) exec .venv/bin/python -m "$module" "$@" ;; esac
   if [ "$module" = train ] && [ -n "${HOSTFILE:-}" ]; then
@@ -88,8 +89,8 @@ stage() {
     PATH="$PWD/.venv/bin:$PATH" .venv/bin/deepspeed --hostfile "$HOSTFILE" ${MASTER_PORT:+--master_port "$MASTER_PORT"} \
       "${here[@]}" --no_local_rank --module train "$@"
   elif [ "$module" = extract ]; then  # workers that need nothing of each other, on this machine and on others
-    local workers=(extract); [ "$nproc" -le 1 ] || workers=(extract.launch "$nproc")
-    ${front:-} .venv/bin/python -m "${workers[@]}" "$@"
+    local workers=extract; [ "$nproc" -le 1 ] && [ -z "${NODE_RANK:-}" ] || workers=extract.launch
+    NPROC=$nproc ${front:-} .venv/bin/python -m "$workers" "$@"
   elif [ "${NNODES:-1}" -gt 1 ]; then
     [ -n "${MASTER_ADDR:-}" ] || die "NNODES=$NNODES needs MASTER_ADDR, the first node's address"
     .venv/bin/python -m common.torchrun --nnodes "$NNODES" --node-rank "${NODE_RANK:-0}" --nproc-per-node "$nproc" \

@@ -18,7 +18,7 @@ from extract.verify_command import verify
 def main(options: argparse.Namespace) -> None:
     config = load_config(options.config, options.overrides)
     if options.verify:
-        if rank_from_environment() == 0:
+        if rank_from_environment() == 0 or _world_size() == 1:
             verify(config.features_location, num_threads=4)
         return
     run_extract(config, this_worker(config), options.ignore_disk)
@@ -27,7 +27,7 @@ def main(options: argparse.Namespace) -> None:
 def this_worker(config: Config) -> Ranks:
     """Rank and device, from the variables of extract.launch or torchrun if there are any. No process group: workers share
     the features folder and nothing else."""
-    world, local = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("LOCAL_RANK", "0"))
+    world, local = _world_size(), int(os.environ.get("LOCAL_RANK", "0"))
     if world > 1:
         end_with_parent(os.getppid())
     if not torch.cuda.is_available():
@@ -41,7 +41,11 @@ def this_worker(config: Config) -> Ranks:
     return Ranks(rank_from_environment(), world, local, torch.device("cuda", local))
 
 
-if __name__ == "__main__":
+def _world_size() -> int:
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def extract_parser() -> argparse.ArgumentParser:
     parser = stage_parser(
         "extract", "Run the frozen target over the corpus and store its features."
     )
@@ -51,4 +55,8 @@ if __name__ == "__main__":
     parser.add_argument(
         "--ignore-disk", action="store_true", help="start even if the features exceed the free disk"
     )
-    run_command(parser, main)
+    return parser
+
+
+if __name__ == "__main__":
+    run_command(extract_parser(), main)

@@ -1,4 +1,4 @@
-"""Several workers on one machine: `python -m extract.launch NUM CONFIG...` starts them and waits for the last.
+"""Several workers on one machine: `NPROC=NUM python -m extract.launch CONFIG...` starts them and waits for the last.
 
 Not torchrun: it ends all ranks when one fails, and these need nothing of each other. A worker that fails, with its GPU say,
 leaves its shards to the others; the exit code is 0 if they completed the set.
@@ -6,29 +6,36 @@ leaves its shards to the others; the exit code is 0 if they completed the set.
 
 from __future__ import annotations
 
+import argparse
 import logging
 import os
 import signal
 import subprocess
 import sys
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
-from common.command import set_up_logging
+from common.command import run_command
+from configs.load import load_config
+from extract.__main__ import extract_parser
 
 logger = logging.getLogger(__name__)
 
 
-def main(num_workers: int, arguments: list[str]) -> int:
-    """The exit code. Every worker sees its own share of the GPUs: several each if there are more GPUs than workers, for a target
-    that is spread by `target.device_map`."""
+def main(options: argparse.Namespace) -> None:
+    """Exits with the workers' code. Every worker sees its own share of the GPUs: several each if there are more GPUs than workers,
+    for a target that is spread by `target.device_map`. Raises ValueError for what no worker could start with."""
+    load_config(options.config, options.overrides)  # its mistakes are said once
+    num_workers = 1 if options.verify else max(1, number_from_environment("NPROC"))
     gpus = visible_gpus()
     if gpus and num_workers > len(gpus):
         raise ValueError(f"NPROC={num_workers}, but {len(gpus)} GPUs are visible; lower it")
-    first = int(os.environ.get("NODE_RANK", "0")) * num_workers
+    first = number_from_environment("NODE_RANK") * num_workers
     workers = [
         subprocess.Popen(
-            [sys.executable, "-m", "extract", *arguments],
+            [sys.executable, "-m", "extract", *sys.argv[1:]],
             env=os.environ | worker_environment(index, num_workers, first, gpus),
         )
         for index in range(num_workers)
@@ -41,7 +48,17 @@ def main(num_workers: int, arguments: list[str]) -> int:
 
     signal.signal(signal.SIGTERM, forward)
     signal.signal(signal.SIGINT, lambda *_: None)  # the terminal has told the workers too
-    return exit_code([_wait(index, worker) for index, worker in enumerate(workers)])
+    with ThreadPoolExecutor(num_workers) as pool:  # a death is said when it happens
+        codes = list(pool.map(lambda index: _wait(index, workers), range(num_workers)))
+    sys.exit(exit_code(codes))
+
+
+def number_from_environment(name: str) -> int:
+    """0 if the variable is not set. Raises ValueError if it is no number."""
+    value = os.environ.get(name) or "0"
+    if not value.isdecimal():
+        raise ValueError(f"{name}={value}: give a number, 0 or more")
+    return int(value)
 
 
 def visible_gpus() -> list[str]:
@@ -67,14 +84,15 @@ def exit_code(codes: list[int]) -> int:
     return codes[0] if codes[0] > 0 else 128 - codes[0]
 
 
-def _wait(index: int, worker: subprocess.Popen[bytes]) -> int:
-    code = worker.wait()
+def _wait(index: int, workers: Sequence[subprocess.Popen[bytes]]) -> int:
+    code = workers[index].wait()
     if code not in (0, 128 + signal.SIGTERM, 128 + signal.SIGINT):
         how = f"with exit code {code}" if code > 0 else f"by signal {-code}"
-        logger.warning("worker %d ended %s; the others go on with its shards", index, how)
+        others = any(worker.returncode is None for worker in workers)
+        then = "; the others go on with its shards" if others else ""
+        logger.warning("worker %d ended %s%s", index, how, then)
     return code
 
 
 if __name__ == "__main__":
-    set_up_logging()
-    sys.exit(main(int(sys.argv[1]), sys.argv[2:]))
+    run_command(extract_parser(), main)

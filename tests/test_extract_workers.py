@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import argparse
 import errno
 import re
+import subprocess
 
 import pytest
 
@@ -11,7 +13,7 @@ from common.storage import LocalStorage
 from data.feature_manifest import QuarantinedRow, ShardEntry
 from extract.batches import cut_lengths
 from extract.claims import Claims
-from extract.launch import exit_code, worker_environment
+from extract.launch import exit_code, main, worker_environment
 from extract.patience import WAITS_S, PatientStorage
 from extract.reporter import Reporter
 from extract.work import ExtractWork, ShardRecord, record_name, shard_name, write_record
@@ -34,6 +36,48 @@ def test_one_worker_that_saw_the_set_complete_is_success():
     assert exit_code([2, 1]) == 2
     assert exit_code([-9, 2]) == 137
     assert exit_code([143, 143]) == 143
+
+
+@pytest.mark.parametrize("is_verify", [False, True])
+def test_verification_is_one_process_whose_code_counts(monkeypatch, caplog, is_verify):
+    """Else those that have nothing to read would say that all is well."""
+    started = []
+
+    class Ended:
+        returncode = 2
+
+        def __init__(self, command, env):
+            started.append((env["RANK"], env["WORLD_SIZE"]))
+
+        def wait(self):
+            return self.returncode
+
+    monkeypatch.setattr(subprocess, "Popen", Ended)
+    monkeypatch.setattr("extract.launch.visible_gpus", list)
+    monkeypatch.setattr("signal.signal", lambda *_: None)
+    monkeypatch.setenv("NPROC", "3")
+    monkeypatch.setenv("NODE_RANK", "1")
+    options = argparse.Namespace(config="configs/debug.yaml", overrides=[], verify=is_verify)
+    with pytest.raises(SystemExit, match="2"):
+        main(options)
+    assert started == ([("1", "1")] if is_verify else [("3", "3"), ("4", "3"), ("5", "3")])
+    assert "the others go on" not in caplog.text  # none is left
+    assert caplog.text.count("ended with exit code 2") == len(started)
+
+
+def test_what_no_worker_could_start_with_is_said_once(monkeypatch):
+    options = argparse.Namespace(config="configs/debug.yaml", overrides=[], verify=False)
+    monkeypatch.setattr("extract.launch.visible_gpus", list)
+    monkeypatch.setenv("NODE_RANK", "first")
+    with pytest.raises(ValueError, match="NODE_RANK=first: give a number"):
+        main(options)
+    monkeypatch.setattr("extract.launch.visible_gpus", lambda: ["0"])
+    monkeypatch.setenv("NPROC", "2")
+    with pytest.raises(ValueError, match="NPROC=2, but 1 GPUs are visible"):
+        main(options)
+    options.overrides = ["extract.codek=1"]
+    with pytest.raises(ValueError, match=r"extract\.codek"):
+        main(options)
 
 
 class Failing(LocalStorage):
