@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
+import time
 from pathlib import Path
 
 import pytest
@@ -169,3 +170,14 @@ def test_a_run_logs_operations_a_second_and_mfu_where_a_peak_is_known(tmp_path: 
 )
 def test_peaks_by_device_name(name: str, peak: float | None) -> None:
     assert peak_tflops(name) == peak
+
+
+def test_seconds_waited_for_batches_are_logged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ShardSource, "prepare", lambda *_: time.sleep(0.3))
+    config = make_config(tmp_path, "train.steps=1")
+    train_drafter(config, ONE_RANK)
+    [line, *_] = (config.run.folder / "logs" / "train.jsonl").read_text().splitlines()
+    metrics = json.loads(line)
+    assert 0.3 <= metrics["train/wait_s"] < metrics["train/step_s"]

@@ -279,7 +279,7 @@ class Run:
     def next_of(self, loaded: Iterator[list[MicroBatch]]) -> list[MicroBatch] | None:
         """None on every rank if one has been told to stop while it waited."""
         batches = None
-        with raise_together(self.ranks), contextlib.suppress(SourceClosed):
+        with self.clock.waiting(), raise_together(self.ranks), contextlib.suppress(SourceClosed):
             batches = next(loaded)
         if self.config.train.source != "stream":  # nothing else waits
             return batches
@@ -431,7 +431,8 @@ def device_peak_tflops(train: TrainSection, device: torch.device) -> float | Non
 
 
 class Clock:
-    """Seconds, steps, tokens, blocks and operations since the last line, without evaluations and checkpoints."""
+    """Seconds, those of them waited for batches, steps, tokens, blocks and operations since the last line, without evaluations
+    and checkpoints."""
 
     def __init__(self, num_devices: int, peak_tflops: float | None) -> None:
         self.num_devices, self.peak_tflops = num_devices, peak_tflops
@@ -439,6 +440,7 @@ class Clock:
 
     def reset(self) -> None:
         self.steps, self.tokens, self.blocks, self.flops = 0, 0.0, 0.0, 0.0
+        self.waited_s = 0.0
         self.start = time.monotonic()
 
     @contextlib.contextmanager
@@ -447,6 +449,12 @@ class Clock:
         yield
         self.start += time.monotonic() - begin
 
+    @contextlib.contextmanager
+    def waiting(self) -> Iterator[None]:
+        begin = time.monotonic()
+        yield
+        self.waited_s += time.monotonic() - begin
+
     def lap(self) -> dict[str, float]:
         elapsed = max(time.monotonic() - self.start, 1e-9)
         tflops = self.flops / elapsed / self.num_devices / 1e12
@@ -454,6 +462,7 @@ class Clock:
             "train/tokens_per_s": self.tokens / elapsed,
             "train/anchors_per_s": self.blocks / elapsed,
             "train/step_s": elapsed / max(1, self.steps),
+            "train/wait_s": self.waited_s / max(1, self.steps),
             "speed/tflops_per_s": tflops,
         }
         if self.peak_tflops is not None:

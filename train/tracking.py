@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+import logging
 import re
 from collections.abc import Mapping
 from pathlib import Path
 
 from common.wandb_run import start_run
 from configs.schema import Config
+from train.watch.log import parse_record
+
+logger = logging.getLogger(__name__)
 
 METRICS = {
     "train/loss": "nats a slot, cross-entropy averaged with the slot weights, since the last line",
@@ -25,6 +29,7 @@ METRICS = {
     "train/tokens_per_s": "document tokens a second, all ranks",
     "train/anchors_per_s": "blocks a second, all ranks",
     "train/step_s": "seconds a step",
+    "train/wait_s": "seconds of a step that the ranks waited for its batch: features were not there yet, or slow to read",
     "speed/tflops_per_s": "10^12 operations a second and device that training needs (train/flops.py); recomputation does not count",
     "speed/mfu": "the same over the device's peak (train.peak_tflops, or known by the GPU's name); absent on a CPU",
     "validation/chain_acceptance": "acceptance length of the chain, macro mean over prompts",
@@ -47,6 +52,7 @@ TIMES = frozenset(
         "train/tokens_per_s",
         "train/anchors_per_s",
         "train/step_s",
+        "train/wait_s",
         "speed/tflops_per_s",
         "speed/mfu",
         "validation/time_s",
@@ -99,11 +105,16 @@ def is_metric(name: str) -> bool:
 
 
 def drop_lines_after(path: Path, step: int) -> None:
-    """Keep the lines of steps up to `step`; a last line cut short by a kill is dropped too."""
+    """Keep the lines of steps up to `step`; a last line cut short by a kill is dropped, and with a warning any that is no record."""
     if not path.exists():
         return
-    whole = path.read_text(encoding="utf-8").splitlines(keepends=True)
-    kept = [line for line in whole if line.endswith("\n") and json.loads(line)["step"] <= step]
+    kept = []
+    for number, line in enumerate(path.read_bytes().splitlines(keepends=True), start=1):
+        record = parse_record(line)
+        if record is None and line.endswith(b"\n"):
+            logger.warning("%s line %d is no record of a step and is dropped", path, number)
+        elif record is not None and line.endswith(b"\n") and record["step"] <= step:
+            kept.append(line)
     aside = path.with_suffix(".tmp")
-    aside.write_text("".join(kept), encoding="utf-8")
+    aside.write_bytes(b"".join(kept))
     aside.replace(path)
