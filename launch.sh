@@ -86,19 +86,19 @@ stage() {
     case $(awk '!/^[[:space:]]*(#|$)/ {print $1}' "$HOSTFILE") in
       localhost | 127.0.0.1 | "$(hostname)") here=(--no_ssh_check --master_addr 127.0.0.1) ;;  # one host, this one: no ssh
     esac
-    PATH="$PWD/.venv/bin:$PATH" .venv/bin/deepspeed --hostfile "$HOSTFILE" ${MASTER_PORT:+--master_port "$MASTER_PORT"} \
+    ${front:-} env PATH="$PWD/.venv/bin:$PATH" .venv/bin/python -m common.deepspeed --hostfile "$HOSTFILE" ${MASTER_PORT:+--master_port "$MASTER_PORT"} \
       "${here[@]}" --no_local_rank --module train "$@"
   elif [ "$module" = extract ]; then  # workers that need nothing of each other, on this machine and on others
     local workers=extract; [ "$nproc" -le 1 ] && [ -z "${NODE_RANK:-}" ] || workers=extract.launch
     NPROC=$nproc ${front:-} .venv/bin/python -m "$workers" "$@"
   elif [ "${NNODES:-1}" -gt 1 ]; then
     [ -n "${MASTER_ADDR:-}" ] || die "NNODES=$NNODES needs MASTER_ADDR, the first node's address"
-    .venv/bin/python -m common.torchrun --nnodes "$NNODES" --node-rank "${NODE_RANK:-0}" --nproc-per-node "$nproc" \
+    ${front:-} .venv/bin/python -m common.torchrun --nnodes "$NNODES" --node-rank "${NODE_RANK:-0}" --nproc-per-node "$nproc" \
       --master-addr "$MASTER_ADDR" --master-port "${MASTER_PORT:-29500}" -m "$module" "$@"
   elif [ "$nproc" -gt 1 ]; then
-    .venv/bin/python -m common.torchrun --standalone --nproc-per-node "$nproc" -m "$module" "$@"
+    ${front:-} .venv/bin/python -m common.torchrun --standalone --nproc-per-node "$nproc" -m "$module" "$@"
   else
-    .venv/bin/python -m "$module" "$@"
+    ${front:-} .venv/bin/python -m "$module" "$@"
   fi
 }
 
@@ -147,7 +147,7 @@ main() {
     data | extract | train | evaluate | export)
       setup
       [ $# -gt 0 ] || die "$command needs a recipe, e.g. ./launch.sh $command configs/demo.yaml"
-      [ "$command" != extract ] || local front=exec  # SIGTERM, a spot machine's notice, then reaches the worker
+      local front=exec  # SIGTERM, a scheduler's or a spot machine's notice, then reaches the stage and not this shell
       stage "$(module_of "$command")" "$@" ;;
     *) die "unknown command '$command'; ./launch.sh prints the list" ;;
   esac

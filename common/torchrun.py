@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import signal
 import socket
 import sys
@@ -22,10 +23,14 @@ CAUSES: dict[int, str] = {
     signal.SIGABRT: " (an assertion in native code, see above)",
 }
 """What usually sends a signal that no rank sends itself."""
+SAVING_S = 600
+"""What ranks that are told to stop may take: an evaluation under way and a checkpoint of tens of gigabytes. torchrun's own limit
+is 30 seconds, after which it kills them in mid-save."""
 
 
 def main() -> None:
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+    os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(SAVING_S))
     try:
         run(parse_args(sys.argv[1:]))
     except ChildFailedError as error:
