@@ -135,8 +135,12 @@ def test_a_line_being_written_is_left_out_and_a_broken_one_is_named(tmp_path: Pa
     whole = file.read_text()
     file.write_text(whole + '{"step": 9, "train/lo')
     assert read_run(folder).step == 8
-    for broken in ('{"step": 9, "train/lo\n', "[1]\n", '{"loss": 1}\n', '{"step": 9, "a": "b"}\n'):
-        file.write_text(whole + broken)
+    huge = f'{{"step": 9, "a": {"9" * 400}}}\n'
+    for broken in (
+        *('{"step": 9, "train/lo\n', "[1]\n", '{"loss": 1}\n', '{"step": 9, "a": "b"}\n', huge),
+        *('{"step": NaN}\n', '{"step": Infinity, "a": 1}\n', "\n", "\0\0\n", "\udcff\n"),
+    ):
+        file.write_bytes((whole + broken).encode(errors="surrogateescape"))
         with pytest.raises(ValueError, match=r"train\.jsonl line 9 is no record of a step"):
             read_run(folder)
     with pytest.raises(FileNotFoundError, match="is no folder of a run that has trained"):

@@ -167,6 +167,18 @@ def test_lines_after_the_checkpoint_and_a_torn_one_are_dropped(tmp_path: Path) -
     assert file.read_text() == '{"step": 1}\n{"step": 2}\n'
 
 
+def test_what_a_lost_machine_left_in_the_log_is_dropped_with_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    file = tmp_path / "train.jsonl"
+    file.write_bytes(b'{"step": 1}\n\0\0\0\0\n\xff\xfe\n\n{"step": NaN}\n{"step": 2}\n{"st')
+    drop_lines_after(file, 2)
+    assert file.read_text() == '{"step": 1}\n{"step": 2}\n'
+    assert [f"line {n} is no record" in text for n, text in enumerate(caplog.messages, 2)] == [
+        True
+    ] * 4
+
+
 def test_a_plan_counts_the_finished_corpus_own_training_rows(tmp_path: Path) -> None:
     config = make_config(tmp_path)
     shard = ShardEntry("shard-000000.parquet", 10, 1000, 400, "0" * 64)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import time
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from train.watch.picture import write_picture
 
 
 def main(options: argparse.Namespace) -> None:
-    if options.every is not None and options.every <= 0:
+    if options.every is not None and not 0 < options.every < math.inf:
         raise ValueError(f"--every {options.every:g}: give seconds above 0")
     runs = _show(options)
     while options.every is not None and not all(run.is_finished for run in runs):

@@ -45,7 +45,8 @@ class RunLog:
     @property
     def num_steps(self) -> int | None:
         """That the run is to make; None if it is not written down."""
-        return self.settings.get("train.steps")
+        stated = self.settings.get("train.steps")
+        return stated if isinstance(stated, int) else None
 
     @property
     def is_finished(self) -> bool:
@@ -140,23 +141,34 @@ def write_run_facts(config: Config) -> None:
 
 def _whole_lines(path: Path) -> Iterator[dict[str, float]]:
     """Raises ValueError naming a line that is no record of a step."""
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(True), start=1):
-        if not line.endswith("\n"):
+    for number, line in enumerate(path.read_bytes().splitlines(True), start=1):
+        if not line.endswith(b"\n"):
             return  # being written, or cut by a kill
-        try:
-            value = json.loads(line)
-        except ValueError:
-            value = None
-        if not _is_record(value):
+        value = parse_record(line)
+        if value is None:
             raise ValueError(
                 f"{path} line {number} is no record of a step; remove the line: a resumed run writes later ones again"
             )
         yield value
 
 
+def parse_record(line: bytes) -> dict[str, float] | None:
+    """A line of train.jsonl; None for one that is no record of a step: cut, or zeros where a machine lost its power."""
+    try:
+        value = json.loads(line)
+    except ValueError:  # no UTF-8, or no JSON
+        return None
+    return value if _is_record(value) else None
+
+
 def _is_record(value: object) -> TypeGuard[dict[str, float]]:
     return (
         isinstance(value, dict)
-        and "step" in value
-        and all(isinstance(number, int | float) for number in value.values())
+        and isinstance(value.get("step"), int)
+        and all(isinstance(number, float) or _is_small(number) for number in value.values())
     )
+
+
+def _is_small(number: object) -> bool:
+    """A whole number that a float can be."""
+    return isinstance(number, int) and abs(number) < 2**1000
