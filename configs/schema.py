@@ -46,6 +46,8 @@ Category = Literal[
 AcceptorName = Literal["chain", "chain_rejection", "tree", "tree_spine", "tree_cost"]
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 TreeBudget = Annotated[int, Field(ge=1, le=8192)]
+NUM_SOFT_LABELS = 32
+"""Of `extract.soft_labels: true`."""
 """Nodes of a draft tree without its root; the largest is that of ddtree/order.py."""
 
 
@@ -425,7 +427,7 @@ class ExtractSection(Section):
     """Stop when more than this share of rows fails its checks."""
     soft_labels: int = Field(default=0, ge=0, le=1024)
     """Stored with every response token: the target's k likeliest tokens and their log-probs (8 k bytes a token, and the
-    target's upper layers and head run too). For kl, tv, lk and train.soft_label_share; 0: none."""
+    target's upper layers and head run too). For kl, tv, lk and train.soft_label_share; 0 or false: none, true: 32."""
     soft_label_temperature: float = Field(default=1.0, gt=0)
     """Divides the target's logits before; the temperature the drafter will be served at."""
     min_greedy_match: Fraction = 0.95
@@ -434,6 +436,12 @@ class ExtractSection(Section):
     """Measured prefill tokens/s of one GPU, for plans; null: the plan says what it assumes."""
     free_disk_bytes: PositiveInt | None = None
     """For plans made elsewhere; null: ask the file system."""
+
+    @field_validator("soft_labels", mode="before")
+    @classmethod
+    def _check_soft_labels(cls, value: Any) -> Any:
+        # a bool is an int to pydantic, and `true` would be one label
+        return NUM_SOFT_LABELS * value if isinstance(value, bool) else value
 
     @field_validator("folder")
     @classmethod

@@ -154,6 +154,11 @@ def test_a_file_that_is_no_recipe(tmp_path: Path, content: bytes, message: str) 
     assert "\n" not in str(caught.value)
 
 
+def test_true_is_the_usual_number_of_soft_labels_and_not_one() -> None:
+    for given, wanted in (("true", 32), ("false", 0), ("16", 16)):
+        assert load_config(DEBUG, [f"extract.soft_labels={given}"]).extract.soft_labels == wanted
+
+
 def test_a_missing_file_lists_the_recipes() -> None:
     with pytest.raises(FileNotFoundError, match=r"no config file nowhere.yaml.*debug.yaml"):
         load_config("nowhere.yaml")
