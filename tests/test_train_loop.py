@@ -215,11 +215,18 @@ def test_taps_must_be_those_of_the_features(tmp_path: Path) -> None:
         train_drafter(config, ONE_RANK)
 
 
-def test_wsd_is_continued_from_where_its_decay_began(tmp_path: Path) -> None:
+def test_wsd_is_continued_from_where_its_decay_began(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     config = make_config(tmp_path, "train.steps=10", "train.keep_checkpoints=1")
     train_drafter(config, ONE_RANK)
     first = read_curve(config.run.folder)
+    # a half of 17 steps is warm-up, of 16 not: at step 8 all steps are the loss' own
+    with pytest.raises(ValueError, match=r"this run has 17, .*; at most train\.steps=16 from here"):
+        train_drafter(load_config(tmp_path / "tiny.yaml", ["train.steps=17"]), ONE_RANK)
+    assert "drops" not in caplog.text
     train_drafter(load_config(tmp_path / "tiny.yaml", ["train.steps=15"]), ONE_RANK)
+    assert "continuing after step 8 drops step-00000010" in caplog.text
     curve = read_curve(config.run.folder)
     # the steps before the first run's decay stay, the others are taken again at the stable rate
     assert [line for line in first if line["step"] <= 8] == [

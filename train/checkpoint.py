@@ -184,10 +184,18 @@ class Checkpoints:
         return replace(self, frozen=Frozen(sorted(found), sha256))
 
     def forget_after(self, step: int) -> None:
-        """Drop checkpoints of later steps and whatever a killed writer left. Main rank only, before training starts."""
-        if self.folder.is_dir():
-            remove_leftovers(self.folder)
-            self._write([entry for entry in self.entries() if entry.step <= step])
+        """Drop checkpoints of later steps, named in a warning, and whatever a killed writer left.
+
+        Main rank only, before training starts.
+        """
+        if not self.folder.is_dir():
+            return
+        remove_leftovers(self.folder)
+        kept = [entry for entry in self.entries() if entry.step <= step]
+        dropped = [entry.folder for entry in self.entries() if entry.step > step]
+        if dropped:
+            logger.warning("continuing after step %d drops %s", step, ", ".join(dropped))
+        self._write(kept)
 
     def _list(self, new: IndexEntry) -> None:
         entries = [entry for entry in self.entries() if entry.step < new.step] + [new]

@@ -11,7 +11,7 @@ from configs.schema import Config, TrainSection
 from data.feature_manifest import MANIFEST_FILE
 from data.feature_manifest import REMEDY as FEATURES_REMEDY
 from train.checkpoint import Checkpoints, IndexEntry, TrainState
-from train.schedule import is_settled
+from train.schedule import is_settled, most_steps
 
 FREE = frozenset(
     {
@@ -105,6 +105,14 @@ def find_start(
         _, found = checkpoints.read_state(listed[-1])
         raise ValueError(
             f"{checkpoints.folder} was made with train.steps={found['train.steps']}, this run has {train.steps}, and no "
-            f"checkpoint lies in the stable part of both schedules (wsd, after the warm-ups of rate and loss, before the decay); {REMEDY}"
+            f"checkpoint lies in the stable part of both schedules (wsd, after the warm-ups of rate and loss, before the decay"
+            f"{_most_said(listed, train, found['train.steps'])}); {REMEDY}"
         )
     return None
+
+
+def _most_said(listed: list[IndexEntry], train: TrainSection, steps: int) -> str:
+    """The warm-ups are shares of train.steps: of too many they would not be over at the checkpoints there are."""
+    old = train.model_copy(update={"steps": steps})
+    most = max((most_steps(e.step, train) for e in listed if is_settled(e.step, old)), default=0)
+    return f"; at most train.steps={most} from here" if most > steps else ""

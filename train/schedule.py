@@ -85,3 +85,16 @@ def is_settled(step: int, train: TrainSection) -> bool:
         and step <= train.steps - round(train.lr_decay_fraction * train.steps)
         and (is_plain_ce(train) or loss_share(step, train) == 1.0)
     )
+
+
+def most_steps(step: int, train: TrainSection) -> int:
+    """The largest `train.steps` with which a run may be continued from `step`, at which its own schedule is settled.
+
+    10^12 where nothing bounds it.
+    """
+    loss = 0.0 if is_plain_ce(train) else train.ce_warmup_fraction + train.crossfade_fraction
+    share = max(train.lr_warmup_fraction, loss)
+    most = 10**12 if share == 0 else int((step + 1) / share) + 1
+    while most > step and not is_settled(step, train.model_copy(update={"steps": most})):
+        most -= 1
+    return most
