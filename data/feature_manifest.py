@@ -276,7 +276,7 @@ def read_rows_table(storage: Storage, manifest: FeatureManifest) -> pa.Table:
         raise ValueError(
             f"{storage.location(manifest.rows.file)} differs from its sum in the manifest; {REPAIR}"
         )
-    return pq.read_table(pa.BufferReader(data))
+    return pq.read_table(pa.BufferReader(data), page_checksum_verification=True)
 
 
 def iter_entries(storage: Storage, manifest: FeatureManifest) -> Iterator[RowEntry]:

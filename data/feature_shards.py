@@ -214,6 +214,16 @@ def read_input_ids(file: pq.ParquetFile, row: int) -> Tensor:
     return _ids(_row_group(file, row, ["input_ids"]))
 
 
+def read_entry_row(file: pq.ParquetFile, row: int) -> dict[str, str | int]:
+    """What the set's list of rows says of row `row` of an open shard; its features are not read. Raises as `read_row`."""
+    table = _row_group(file, row, [*TEXT_COLUMNS, "input_ids", "loss_mask"])
+    return {
+        **{name: table.column(name)[0].as_py() for name in TEXT_COLUMNS},
+        "num_tokens": len(_list(table, "input_ids")),
+        "num_response_tokens": _list(table, "loss_mask").true_count,
+    }
+
+
 def read_soft_token_ids(file: pq.ParquetFile, row: int) -> Tensor:
     """(S, P) int64 of row `row` of an open shard that has soft labels; nothing else is read. Raises as `read_row`."""
     table = _row_group(file, row, ["input_ids", TOKENS])

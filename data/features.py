@@ -23,6 +23,7 @@ from data.feature_manifest import (
     REMEDY,
     FeatureManifest,
     RowEntry,
+    ShardEntry,
     as_storage,
     iter_entries,
     read_feature_manifest,
@@ -33,6 +34,7 @@ from data.feature_shards import (
     FeatureRow,
     StoredRow,
     open_shard,
+    read_entry_row,
     read_input_ids,
     read_soft_token_ids,
     read_stored_row,
@@ -149,6 +151,18 @@ class FeatureSet:
 def open_stored_shard(storage: Storage, shard: str) -> pq.ParquetFile:
     """A local file by its path, which Arrow reads without Python; an object through ranges, a row's in one request."""
     return open_shard(storage.folder / shard if storage.folder else storage.open(shard))
+
+
+def rows_of_shard(storage: Storage, shard: ShardEntry) -> list[dict[str, str | int]]:
+    """What rows.parquet says of a shard's rows, by the shard itself; no feature is read.
+
+    Raises ValueError if it cannot be read, FileNotFoundError if it is not there.
+    """
+    try:
+        with open_stored_shard(storage, shard.file) as file:
+            return [read_entry_row(file, index) for index in range(shard.num_rows)]
+    except pa.ArrowException as error:
+        raise ValueError(f"{storage.location(shard.file)} cannot be read: {error}") from error
 
 
 def open_features(location: Storage | Path | str) -> FeatureSet:

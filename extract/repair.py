@@ -28,7 +28,6 @@ from data.feature_manifest import (
     ROWS_FILE,
     FeatureManifest,
     ShardEntry,
-    entry_row,
     manifest_file,
     quarantine_file,
     rows_file,
@@ -41,7 +40,7 @@ from data.feature_shards import (
     read_stored_row,
     write_shard,
 )
-from data.features import layout_of
+from data.features import layout_of, rows_of_shard
 from extract.batches import CorpusSlice
 from extract.checks import FIRST_ROWS, measure_first_rows
 from extract.selected_rows import stored_rows
@@ -82,7 +81,7 @@ def repair(
     if MANIFEST_FILE in damaged:
         storage.write(MANIFEST_FILE, manifest_file(manifest))
     if ROWS_FILE in damaged:
-        _write_rows(storage, manifest, layout)
+        _write_rows(storage, manifest)
     if QUARANTINE_FILE in damaged:
         if manifest.quarantined:
             storage.write(QUARANTINE_FILE, quarantine_file(manifest))
@@ -128,7 +127,10 @@ class _Extractor:
         self.storage, self.manifest, self.config = storage, manifest, config
         self.work = plan_work(config)
         require_equal(
-            "the features", manifest.settings, self.work.settings, "give the recipe that made them"
+            "the features",
+            manifest.settings,
+            dict.fromkeys(manifest.settings) | self.work.settings,
+            "give the recipe that made them",
         )
         self.target = load_target(config.target, device)
 
@@ -178,14 +180,10 @@ class _Extractor:
             )
 
 
-def _write_rows(storage: Storage, manifest: FeatureManifest, layout: FeatureLayout) -> None:
+def _write_rows(storage: Storage, manifest: FeatureManifest) -> None:
     """rows.parquet, from the shards' own columns."""
     assert manifest.rows is not None
-    shards = []
-    for shard in manifest.shards:
-        with storage.local_copy(shard.file) as path, open_shard(path) as file:
-            rows = [read_stored_row(file, index, layout) for index in range(shard.num_rows)]
-            shards.append(replace(shard, rows=[entry_row(row) for row in rows]))
+    shards = [replace(shard, rows=rows_of_shard(storage, shard)) for shard in manifest.shards]
     data = rows_file(replace(manifest, shards=shards))
     if hashlib.sha256(data).hexdigest() != manifest.rows.sha256:
         raise ValueError(f"{storage.location(ROWS_FILE)} {OTHER_BYTES}")

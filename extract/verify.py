@@ -11,19 +11,20 @@ import logging
 import tempfile
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from common.files import sha256_file
+from common.files import fields_of, sha256_file
 from common.progress import Progress
 from common.storage import Storage
 from data.feature_manifest import (
     MANIFEST_FILE,
     QUARANTINE_FILE,
     REMEDY,
+    ROW_SCHEMA,
     ROWS_FILE,
     FeatureManifest,
     RowEntry,
@@ -33,6 +34,8 @@ from data.feature_manifest import (
     manifest_from_rows,
     parse_manifest,
     quarantine_file,
+    read_rows_table,
+    rows_file,
 )
 from data.feature_shards import (
     FeatureLayout,
@@ -85,7 +88,8 @@ def verify_files(storage: Storage, num_threads: int = 4) -> Verified:
     manifest, damages = read_manifest(storage)
     entries, found = _read_entries(storage, manifest)
     damages += found
-    layout = layout_of(manifest)
+    with fields_of(storage.location(MANIFEST_FILE), REMEDY):
+        layout = layout_of(manifest)
     sizes = storage.sizes()
     total = sum(shard.num_bytes for shard in manifest.shards)
     progress = Progress("verify features", total, "bytes")
@@ -118,10 +122,28 @@ def read_manifest(storage: Storage) -> tuple[FeatureManifest, list[Damage]]:
                 f"{path} cannot be used and there is no {ROWS_FILE}: {error}; {REMEDY}"
             ) from error
         manifest = manifest_from_rows(storage.read(ROWS_FILE), storage.location(ROWS_FILE))
+        _require_whole_rows(storage, manifest)
         return manifest, [Damage(MANIFEST_FILE, "", str(error), can_mend_itself=True)]
     if manifest.rows is not None and manifest_file(manifest) != data:
         return manifest, [Damage(MANIFEST_FILE, "", "is spelled differently", can_mend_itself=True)]
     return manifest, []
+
+
+def _require_whole_rows(storage: Storage, manifest: FeatureManifest) -> None:
+    """Raises ValueError if rows.parquet, which alone is to say what there should be, is not as it was written."""
+    path = storage.location(ROWS_FILE)
+    problem = f"{path} is damaged, and {MANIFEST_FILE} too; {REMEDY}"
+    try:
+        table, start, shards = read_rows_table(storage, manifest), 0, []
+    except (pa.ArrowException, OSError, ValueError) as error:
+        raise ValueError(problem) from error
+    if not table.schema.equals(ROW_SCHEMA) or table.num_rows != manifest.num_rows:
+        raise ValueError(problem)
+    for shard in manifest.shards:
+        shards.append(replace(shard, rows=table.slice(start, shard.num_rows).to_pylist()))
+        start += shard.num_rows
+    if rows_file(replace(manifest, shards=shards)) != storage.read(ROWS_FILE):
+        raise ValueError(problem)
 
 
 def _read_entries(storage: Storage, manifest: FeatureManifest) -> tuple[Entries, list[Damage]]:

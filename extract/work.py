@@ -16,7 +16,7 @@ import json
 import logging
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +35,7 @@ from data.feature_manifest import (
     write_feature_manifest,
     wrong_files,
 )
+from data.features import rows_of_shard
 from data.settings import require_same_data
 from extract.batches import ShardCut
 from extract.patience import PatientStorage
@@ -133,6 +134,8 @@ def is_complete(work: ExtractWork) -> bool:
     wanted = work.settings
     if "max_padding" not in manifest.settings:  # finished before batches were held to a padding
         wanted = {key: value for key, value in wanted.items() if key != "max_padding"}
+    if manifest.settings.get("rows") == "held-out":  # some rows are no complete set of all
+        wanted = {"rows": None} | wanted
     require_equal(f"the manifest in {work.storage.url}", manifest.settings, wanted, REMEDY)
     return not wrong_files(work.storage, manifest)
 
@@ -146,26 +149,58 @@ def require_same_start(work: ExtractWork) -> None:
     path = work.storage.location(STARTED_FILE)
     found = parse_json(data, path, REMEDY)
     with fields_of(path, REMEDY):
-        require_equal(f"the extraction begun in {work.storage.url}", found, work.settings, REMEDY)
+        require_equal(
+            f"the extraction begun in {work.storage.url}",
+            found,
+            dict.fromkeys(found) | work.settings,  # a recipe that leaves a setting out is another
+            REMEDY,
+        )
 
 
 def open_work(work: ExtractWork) -> None:
     """One worker at a time, before its first shard and once its target is known to fit: a slip in the recipe must not leave
     a folder that refuses its correction. Turns a manifest with missing files into sidecars again."""
     work.storage.remove_leftovers()
+    manifest = None
+    if work.storage.exists(MANIFEST_FILE) and not is_complete(work):
+        manifest = read_feature_manifest(work.storage, with_rows=False)
+        require_equal(
+            f"the manifest in {work.storage.url}",
+            manifest.settings,
+            dict.fromkeys(manifest.settings) | work.settings,
+            "what is missing is made again by the recipe that made the rest (max_padding=None: extract.max_padding=1)",
+        )
     if not work.storage.create(STARTED_FILE, json_text(work.settings).encode()):
         require_same_start(work)
-    if not work.storage.exists(MANIFEST_FILE) or is_complete(work):
-        return
-    manifest = read_feature_manifest(work.storage)
+    if manifest is not None:
+        _reopen(work, manifest)
+
+
+def _reopen(work: ExtractWork, manifest: FeatureManifest) -> None:
+    """Sidecars of the files that are there, in place of the manifest."""
     wrong = wrong_files(work.storage, manifest)
     logger.warning("making again what is missing: %s", ", ".join(wrong))
     found = work.storage.sizes()
-    for entry in manifest.shards:
+    for entry in _with_rows(work.storage, manifest):
         if found.get(entry.file) == entry.num_bytes:
             rows = [row for row in manifest.quarantined if row.shard == entry.file]
             write_record(work, ShardRecord(entry, rows))
     work.storage.delete(MANIFEST_FILE)
+
+
+def _with_rows(storage: Storage, manifest: FeatureManifest) -> list[ShardEntry]:
+    """The manifest's shards with their rows, by rows.parquet; if that is missing or damaged, those that say it themselves."""
+    try:
+        return read_feature_manifest(storage).shards
+    except (ValueError, OSError) as error:
+        logger.warning("%s; the shards say what is in them", error)
+    whole = []
+    for shard in manifest.shards:
+        try:
+            whole.append(replace(shard, rows=rows_of_shard(storage, shard)))
+        except (ValueError, OSError) as error:
+            logger.warning("%s is made again: %s", storage.location(shard.file), error)
+    return whole
 
 
 def save_head(work: ExtractWork, target: Target) -> None:
