@@ -8,10 +8,11 @@ import hashlib
 import json
 import os
 import shutil
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
+
+from common.waiting import Waiting
 
 
 @contextlib.contextmanager
@@ -58,13 +59,13 @@ def only_writer(lock: Path, patience_s: float = 0.0) -> Iterator[None]:
     """
     lock.parent.mkdir(parents=True, exist_ok=True)
     with lock.open("w") as file:
-        end = time.monotonic() + patience_s
+        waiting = Waiting()
         while not _locked(file):
-            if time.monotonic() >= end:
+            if waiting.elapsed_s >= patience_s:
                 raise ValueError(
                     f"another process holds {lock}; wait for it, stop it, or choose another run.output_dir"
                 )
-            time.sleep(0.1)
+            waiting.pause(lambda: f"waiting for the process that holds {lock}")
         yield
 
 

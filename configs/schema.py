@@ -517,7 +517,7 @@ class TrainSection(Section):
     """W: an epoch takes shard-sized blocks of the corpus in a seeded order and shuffles the rows of W blocks at a time. stream and
     online need it; null: all rows are shuffled, which only shards can follow."""
     stream_bytes: PositiveInt | None = None
-    """stream: the most that the ring may hold; at least two windows (plan says how much)."""
+    """stream: the most that the ring may hold; two windows or more: less is refused with the number that would do."""
     dtype: Dtype = "bfloat16"
     """Compute dtype of the drafter; fp32 master weights and moments in either case."""
     optimizer: Literal["adamw", "muon"] = "adamw"

@@ -21,7 +21,9 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from common.progress import format_duration
 from common.storage import Storage
+from common.waiting import Waiting
 
 logger = logging.getLogger(__name__)
 
@@ -108,10 +110,14 @@ class Claims:
     @contextlib.contextmanager
     def wait_for(self, name: str) -> Iterator[None]:
         """Hold `name`, once whoever has it gives it up or is gone."""
-        wait_s = 0.05
+        waiting = Waiting()
         while not self.take(name):
-            time.sleep(wait_s)
-            wait_s = min(2 * wait_s, self.lease_s / BEATS_A_LEASE)
+            waiting.pause(
+                lambda: (
+                    f"waiting for the worker that holds {self.storage.location(self._path(name))}; if it is gone, this one goes on "
+                    f"in {format_duration(self.lease_s)}"
+                )
+            )
         try:
             yield
         finally:

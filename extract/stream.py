@@ -33,7 +33,8 @@ from target.load import Target
 logger = logging.getLogger(__name__)
 
 REMEDY = (
-    "remove its `stream` folder and the run's checkpoints, or give this run another run.output_dir"
+    "give both sides the same train.shuffle_window, run.seed and corpus; remove its `stream` folder and the run's checkpoints if "
+    "these have changed, or give this run another run.output_dir"
 )
 
 
@@ -231,7 +232,7 @@ class StreamWorker:
 
     def _describe(self) -> str:
         present, cursor = self.ring.present(), self.ring.read_cursor()
-        held = f"{len(present)} blocks, {format_bytes(sum(present.values()))} of {format_bytes(self.budget)}"
+        held = f"{len(present)} block{'s' * (len(present) != 1)}, {format_bytes(sum(present.values()))} of {format_bytes(self.budget)}"
         if cursor is None:
             return f"stream: {held}; no trainer yet: start `./launch.sh train` with this recipe"
         if cursor.is_done:

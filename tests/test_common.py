@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from common import files, progress
+from common import files, progress, waiting
 from common.command import StoppedElsewhere, run_command, stage_parser
 from common.distributed import Ranks, distributed, raise_together, sum_over_ranks
 from common.files import (
@@ -423,3 +423,17 @@ def read_when_there(path: Path, timeout_s: float = 60.0) -> str:
         assert time.monotonic() < deadline, f"{path} was not written"
         time.sleep(0.05)
     return path.read_text()
+
+
+def test_who_waits_for_a_lock_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(waiting, "FIRST_LINE_S", 0.0)
+    with (
+        caplog.at_level(logging.INFO),
+        only_writer(tmp_path / "lock"),
+        pytest.raises(ValueError, match="another process holds"),
+        only_writer(tmp_path / "lock", patience_s=0.2),
+    ):
+        pass
+    assert f"waiting for the process that holds {tmp_path / 'lock'}" in caplog.text

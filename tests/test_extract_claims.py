@@ -1,6 +1,7 @@
 """Claims on a shared folder: one holder, the dead found out by nobody's clock but one's own, and given up at once."""
 
 import json
+import logging
 import os
 import subprocess
 import sys
@@ -9,6 +10,7 @@ import time
 
 import pytest
 
+import common.waiting
 from common.storage import LocalStorage
 from extract.claims import STALL_LEASES, Claims, clear_claims, workers
 
@@ -151,7 +153,9 @@ def wait_for(is_so):
         time.sleep(0.005)
 
 
-def test_waiting_for_a_claim_ends_when_it_is_given_up(storage):
+def test_waiting_for_a_claim_says_so_and_ends_when_it_is_given_up(storage, monkeypatch, caplog):
+    monkeypatch.setattr(common.waiting, "FIRST_LINE_S", 0.0)
+    caplog.set_level(logging.INFO)
     holder, _ = make_claims(storage)
     assert holder.take("start")
     waiter = Claims(storage, LEASE_S)
@@ -160,6 +164,7 @@ def test_waiting_for_a_claim_ends_when_it_is_given_up(storage):
         assert waiter.holds("start")
         assert not holder.holds("start")
     assert storage.names() == []
+    assert f"waiting for the worker that holds {storage.url}/claims/start.json; " in caplog.text
 
 
 def test_a_beat_survives_claims_that_somebody_cleared(storage):
