@@ -36,7 +36,9 @@ def verify_parser() -> StageParser:
         "--repair", action="store_true", help="make what is damaged again, with equal bytes"
     )
     parser.add_argument(
-        "--config", metavar="RECIPE", help="for --repair: the recipe that made the features"
+        "--config",
+        metavar="RECIPE",
+        help="the recipe that made the features: for --repair, and for its target.device_map",
     )
     parser.add_argument(
         "overrides", nargs="*", metavar="section.key=value", help="for RECIPE, as of a stage"
@@ -47,6 +49,7 @@ def verify_parser() -> StageParser:
 
 def main(options: argparse.Namespace) -> None:
     """Raises ValueError if anything is damaged and stays so."""
+    _check_options(options)
     storage = open_storage(options.location)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     config = load_config(options.config, options.overrides) if options.config else None
@@ -62,7 +65,8 @@ def main(options: argparse.Namespace) -> None:
     _say(storage, verified)
     if options.sample:
         _set_threads(verified)
-        compare(storage, verified, options.sample, options.seed, device)
+        device_map = config.target.device_map if config else None
+        compare(storage, verified, options.sample, options.seed, device, device_map)
 
 
 def verify(location: str, num_threads: int) -> None:
@@ -75,14 +79,28 @@ def verify(location: str, num_threads: int) -> None:
     _say(storage, verified)
 
 
+def _check_options(options: argparse.Namespace) -> None:
+    if options.overrides and not options.config:
+        raise ValueError(f"{options.overrides[0]} changes a recipe: name it with --config RECIPE")
+    if options.threads < 1 or options.sample < 0:
+        raise ValueError(
+            f"--threads {options.threads}, --sample {options.sample}: give at least 1 thread, and 0 or more rows"
+        )
+
+
 def compare(
-    storage: Storage, verified: Verified, count: int, seed: int, device: torch.device
+    storage: Storage,
+    verified: Verified,
+    count: int,
+    seed: int,
+    device: torch.device,
+    device_map: str | None = None,
 ) -> None:
-    """Raises ValueError if a row is not what the target computes."""
+    """device_map: for a target too big for one GPU. Raises ValueError if a row is not what the target computes."""
     features = open_features(storage)
     if not features.entries:
         return
-    target = load_same_target(verified.manifest.settings, device, None)
+    target = load_same_target(verified.manifest.settings, device, device_map)
     found = compare_rows(features, verified.manifest, target, choose(features.entries, count, seed))
     if wrong := [row for row in found if not row.is_good]:
         raise ValueError(f"{len(wrong)} of {len(found)} rows are not the target's: {wrong[0]}")

@@ -297,6 +297,20 @@ def test_the_command_says_what_it_found_and_mends(damaged, capsys):
     assert "4 rows against a fresh forward" in said
 
 
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (["target.device_map=auto"], "changes a recipe: name it with --config RECIPE"),
+        (["--threads", "0"], "--threads 0"),
+        (["--sample=-1"], "--sample -1"),
+    ],
+)
+def test_options_without_a_meaning_are_refused(finished, given, message):
+    _, folder = finished
+    with pytest.raises(ValueError, match=message):
+        command.main(verify_parser().parse_intermixed_args([str(folder), *given]))
+
+
 def test_another_target_is_refused_for_comparison(finished, tmp_path):
     config, folder = finished
     settings = dict(read_feature_manifest(folder, with_rows=False).settings)
