@@ -23,6 +23,9 @@ from extract.__main__ import extract_parser
 
 logger = logging.getLogger(__name__)
 
+STOPPED = (0, *(code for by in (signal.SIGTERM, signal.SIGINT) for code in (128 + by, -by)))
+"""Complete, or told to stop; a worker that is still starting dies of the signal itself."""
+
 
 def main(options: argparse.Namespace) -> None:
     """Exits with the workers' code. Every worker sees its own share of the GPUs: several each if there are more GPUs than workers,
@@ -86,7 +89,7 @@ def exit_code(codes: list[int]) -> int:
 
 def _wait(index: int, workers: Sequence[subprocess.Popen[bytes]]) -> int:
     code = workers[index].wait()
-    if code not in (0, 128 + signal.SIGTERM, 128 + signal.SIGINT):
+    if code not in STOPPED:
         how = f"with exit code {code}" if code > 0 else f"by signal {-code}"
         others = any(worker.returncode is None for worker in workers)
         then = "; the others go on with its shards" if others else ""

@@ -117,7 +117,9 @@ class ExtractPlan:
         if self.lengths is None or self.planned_bytes is None or self.free_bytes is None:
             return []
         if self.held_out_share is not None:
-            return ["a smaller train.stream_bytes"] if self.ring_bytes else []
+            held_out = self.planned_bytes - self.ring_bytes
+            is_ring = self.ring_bytes > 0 and held_out < self.free_bytes
+            return ["a smaller train.stream_bytes"] if is_ring else []
         options = [
             f"extract.codec={codec} ({format_bytes(stored)})"
             for codec in CODEC_RATIO
