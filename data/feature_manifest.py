@@ -276,7 +276,9 @@ def read_rows_table(storage: Storage, manifest: FeatureManifest) -> pa.Table:
         raise ValueError(
             f"{storage.location(manifest.rows.file)} differs from its sum in the manifest; {REPAIR}"
         )
-    return pq.read_table(pa.BufferReader(data), page_checksum_verification=True)
+    # in this thread alone: an Arrow thread that lets go of Python's bytes while the interpreter ends aborts the process
+    with pq.ParquetFile(pa.BufferReader(data), page_checksum_verification=True) as file:
+        return file.read(use_threads=False)
 
 
 def iter_entries(storage: Storage, manifest: FeatureManifest) -> Iterator[RowEntry]:
