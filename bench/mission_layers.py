@@ -97,7 +97,7 @@ class Bench:
         head = self._normal(self.config.target.vocab_size, drafter.config.hidden_size)
         head *= drafter.config.hidden_size**-0.5
         batch = self._batch(drafter)
-        mix = LossMix.from_recipe(self.config.train, drafter.config.block_size)
+        mix = LossMix.from_recipe(self.config)
         blocks = self._normal(
             1, self.sizes.anchors, drafter.config.block_size, drafter.config.hidden_size
         )

@@ -479,6 +479,9 @@ class TrainSection(Section):
     soft_label_share: Fraction = 0.0
     """Labels: 0 the recorded token (serving greedily), 1 the target's distribution (T=1), between: both. Above 0 it needs
     extract.soft_labels. kl, tv and lk always compare with the distribution."""
+    soft_label_temperature: float | None = Field(default=None, gt=0)
+    """Sharpens the stored distribution to this temperature, at most the one it was extracted at; null: as stored. So one
+    extraction serves every temperature below it."""
     tree_budget: TreeBudget = 64
     """B inside tree and tree_live; checkpoints are compared at it."""
     tree_temperature_nats: float = Field(default=1.5, gt=0)
@@ -708,6 +711,12 @@ class Config(Section):
     export: ExportSection = Field(default_factory=ExportSection)
 
     @property
+    def soft_label_sharpness(self) -> float:
+        """Power to which stored probabilities are raised before training compares with them; 1: as stored."""
+        wanted = self.train.soft_label_temperature
+        return 1.0 if wanted is None else self.extract.soft_label_temperature / wanted
+
+    @property
     def features_location(self) -> str:
         """Of the feature shards: a path or a bucket's URL, for common.storage.open_storage."""
         return self.extract.folder or str(self.run.folder / "features")
@@ -729,6 +738,12 @@ class Config(Section):
             raise ValueError(
                 f"train.loss={self.train.loss} with train.soft_label_share={self.train.soft_label_share} needs the target's "
                 "distribution; set extract.soft_labels (16) and extract again, or choose hard labels"
+            )
+        stored, wanted = self.extract.soft_label_temperature, self.train.soft_label_temperature
+        if wanted is not None and wanted > stored:
+            raise ValueError(
+                f"train.soft_label_temperature={wanted:g} is above extract.soft_label_temperature={stored:g}: what the tail of a "
+                "stored distribution would hold at a higher temperature is not known; lower it, or extract again at the higher one"
             )
         missing = set(self.evaluation.live_budgets) - set(self.evaluation.budgets)
         if missing:

@@ -159,6 +159,18 @@ def test_true_is_the_usual_number_of_soft_labels_and_not_one() -> None:
         assert load_config(DEBUG, [f"extract.soft_labels={given}"]).extract.soft_labels == wanted
 
 
+def test_stored_labels_can_be_sharpened_and_not_flattened() -> None:
+    soft = ["extract.soft_labels=8", "train.loss=kl", "extract.soft_label_temperature=0.5"]
+    assert load_config(DEBUG, soft).soft_label_sharpness == 1
+    assert (
+        load_config(DEBUG, [*soft, "train.soft_label_temperature=0.25"]).soft_label_sharpness == 2
+    )
+    with pytest.raises(
+        ValueError, match=r"train\.soft_label_temperature=1 is above .* extract again"
+    ):
+        load_config(DEBUG, [*soft, "train.soft_label_temperature=1"])
+
+
 def test_a_missing_file_lists_the_recipes() -> None:
     with pytest.raises(FileNotFoundError, match=r"no config file nowhere.yaml.*debug.yaml"):
         load_config("nowhere.yaml")

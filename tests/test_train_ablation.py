@@ -148,6 +148,13 @@ def test_the_table_averages_seeds_then_pairs_prompts(tmp_path: Path) -> None:
     assert 0.12 < low <= row.relative <= high < 0.26
     [base] = [r for r in rows if (r.variant, r.acceptor, r.fitted) == ("ce", "tree-8", True)]
     assert (base.relative, base.relative_ci95) == (0, (0, 0))
+    # all tokens over all passes: 22 in 6, against 20 in 6
+    assert row.micro == pytest.approx(22 / 6)
+    assert row.micro_relative == pytest.approx(row.micro / (20 / 6) - 1)
+    assert row.micro_relative_ci95 is not None
+    low, high = row.micro_relative_ci95
+    assert low <= row.micro_relative <= high
+    assert (base.micro_relative, base.micro_relative_ci95) == (0, (0, 0))
     assert "| `tree` | 3.500 | 3.500 | 3.500 | +16.7 % |" in markdown(ablation, rows)
 
 
@@ -303,7 +310,20 @@ def test_the_pictures_hold_every_loss_and_mark_what_lies_far_off(tmp_path: Path)
     variants = {name: (f"train.loss={name}",) for name in ("ce", "tree", "kl")}
     ablation = make_ablation(tmp_path, variants=variants)
     rows = [
-        AblationRow(name, key, True, 9, 2, 4.0, relative, (relative - 0.01, relative + 0.01), ())
+        AblationRow(
+            name,
+            key,
+            True,
+            9,
+            2,
+            4.0,
+            relative,
+            (relative - 0.01, relative + 0.01),
+            (),
+            4.0,
+            0.0,
+            None,
+        )
         for name, relative in (("ce", 0.0), ("tree", 0.03), ("kl", -0.5))
         for key in ("chain", "tree-4", "tree-8")
     ]

@@ -26,6 +26,7 @@ from train.losses import (
     dpace_weights,
     kl,
     lk,
+    sharpened,
     soft_cross_entropy,
     surrogate_weights,
     tree_live_weights,
@@ -188,6 +189,25 @@ def test_the_tail_is_one_token_that_holds_the_rest(seed: int, kept: int) -> None
     same = SoftStatistics(soft.log_probs, soft.log_probs)
     for distance in (kl(same), tv(same), lk(same, 3.0)):
         torch.testing.assert_close(distance, torch.zeros_like(distance), atol=1e-9, rtol=0)
+
+
+@given(seed=st.integers(0, 10_000), kept=st.integers(1, 6), power=st.sampled_from([1.0, 1.5, 4.0]))
+@settings(max_examples=60, deadline=None)
+def test_sharpening_is_the_lower_temperature_but_for_a_bound_on_the_tail(
+    seed: int, kept: int, power: float
+) -> None:
+    soft, p, _ = soft_statistics(seed, 2, 3, kept)
+    found = sharpened(soft.target_log_probs, power).exp()
+    exact = p**power / (p**power).sum(-1, keepdim=True)
+    exact = exact.topk(kept).values
+    if power == 1 or kept == 6:  # no tail, up to what float32 tells from none
+        torch.testing.assert_close(found, exact, rtol=1e-5, atol=1e-6)
+    # the tail is never taken for less than it is, nor for more than that many of the last token kept
+    assert (found <= exact * (1 + 1e-9)).all()
+    tail = (1 - soft.target_log_probs.exp().sum(-1)).clamp(min=1e-6)
+    most = tail * soft.target_log_probs[..., -1].exp() ** (power - 1)
+    total = (soft.target_log_probs.exp() ** power).sum(-1) + most
+    torch.testing.assert_close(found.sum(-1), 1 - most / total)
 
 
 def test_soft_distances_survive_a_target_and_a_drafter_that_are_certain() -> None:

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from configs.schema import SOFT_LOSSES, TREE_LOSSES, LossName, TrainSection
+from configs.schema import SOFT_LOSSES, TREE_LOSSES, Config, LossName
 
 GAMMA_BY_BLOCK_SIZE = ((8, 4.0), (10, 5.0), (16, 7.0))
 SURROGATE_SCALE = 4.0
@@ -76,13 +76,16 @@ class LossMix:
     tree_nats: float = 1.5
     surrogate_budgets: tuple[int, ...] = (64,)
     lk_eta: float = 3.0
+    soft_label_sharpness: float = 1.0
 
     @classmethod
-    def from_recipe(cls, train: TrainSection, block_size: int) -> LossMix:
+    def from_recipe(cls, config: Config) -> LossMix:
+        train = config.train
         return cls(
             losses=train.losses,
-            gamma=train.decay_gamma or default_gamma(block_size),
+            gamma=train.decay_gamma or default_gamma(config.drafter.block_size),
             soft_label_share=train.soft_label_share,
+            soft_label_sharpness=config.soft_label_sharpness,
             dpace_alpha=train.dpace_alpha,
             tree_budget=train.tree_budget,
             tree_nats=train.tree_temperature_nats,
@@ -259,6 +262,19 @@ def coverage(
     later = (_sum_from(of_slot) - of_slot) * mask
     terms = -(coefficients * soft.log_probs).sum(-1) - later * log_probs.masked_fill(~mask, 0)
     return LossTerms(terms, of_slot + later)
+
+
+def sharpened(target_log_probs: Tensor, power: float) -> Tensor:
+    """(..., P) log-probs of p^power / sum p^power: the distribution at temperature 1 / power of the stored one.
+
+    The tokens of the tail are known only together; as none is likelier than the last one kept, their powers add up to
+    tail x p_P^(power-1) at most, which is what is taken for them. power: at least 1, where it changes nothing.
+    """
+    log_p = _scores(target_log_probs)
+    tail = _tail(log_p).log() + (power - 1) * log_p.amin(-1)
+    powers = power * log_p
+    total = torch.logaddexp(powers.logsumexp(-1), tail)
+    return powers - total[..., None]
 
 
 def soft_cross_entropy(soft: SoftStatistics) -> Tensor:

@@ -14,7 +14,7 @@ from ddtree.build import build_trees
 from ddtree.replay import ranks_in
 from drafter.head import SparseLogProbs, sparse_log_probs
 from train.batches import MicroBatch
-from train.losses import LossMix, SlotStatistics, SoftStatistics, TreeStatistics
+from train.losses import LossMix, SlotStatistics, SoftStatistics, TreeStatistics, sharpened
 from train.schedule import LossPhase
 
 
@@ -122,8 +122,13 @@ def _slot_statistics(
         mask=mask,
         is_first=ranks == 0,
         tree=_tree_statistics(scored, ranks, mask, mix) if budgets else None,
-        soft=soft and SoftStatistics(soft.log_probs[live], log_probs[..., 1:]),
+        soft=soft and _soft_statistics(soft.log_probs[live], log_probs[..., 1:], mix),
     )
+
+
+def _soft_statistics(stored: Tensor, log_probs: Tensor, mix: LossMix) -> SoftStatistics:
+    power = mix.soft_label_sharpness
+    return SoftStatistics(stored if power == 1 else sharpened(stored, power), log_probs)
 
 
 def child_ranks(top_ids: Tensor, labels: Tensor) -> Tensor:

@@ -61,7 +61,7 @@ class Stepper:
         """embedding: (V, H) of the target."""
         self.config, self.engine, self.stop = config, engine, stop
         self.embedding, self.head = embedding, head
-        self.mix = LossMix.from_recipe(config.train, config.drafter.block_size)
+        self.mix = LossMix.from_recipe(config)
         drafter = engine.drafter
         self.frozen = {n for n, p in drafter.named_parameters() if not p.requires_grad}
 

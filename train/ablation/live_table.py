@@ -13,7 +13,7 @@ from train.ablation.judge import Judgement, read_judgement
 from train.ablation.live import LiveJudgement, live_acceptors, read_live
 from train.ablation.runs import AblationRun
 from train.ablation.settings import Ablation
-from train.ablation.table import means_by_seed
+from train.ablation.table import change_cells, means_by_seed
 
 
 @dataclass(frozen=True)
@@ -75,11 +75,10 @@ def live_markdown(ablation: Ablation, rows: Sequence[LiveRow]) -> str:
     ]
     for name in dict.fromkeys(row.variant for row in rows):
         row = cells[name, keys[-1]]
-        low, high = row.relative_ci95 or (float("nan"), float("nan"))
         means = [
             f"{v:.3f}" for key in keys for v in (cells[name, key].replay, cells[name, key].live)
         ]
-        change = [f"{100 * row.relative:+.1f} %", f"{100 * low:+.1f} to {100 * high:+.1f}"]
+        change = change_cells(row.relative, row.relative_ci95)
         lines.append("| " + " | ".join([f"`{name}`", *means, *change]) + " |")
     return "\n".join(lines) + "\n"
 

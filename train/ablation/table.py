@@ -36,6 +36,10 @@ class AblationRow:
     """Over the baseline's, minus 1."""
     relative_ci95: tuple[float, float] | None
     relative_by_seed: tuple[float, ...]
+    micro: float
+    """Tokens a verify pass, all emitted tokens over all passes of all seeds: what throughput follows."""
+    micro_relative: float
+    micro_relative_ci95: tuple[float, float] | None
 
 
 def ablation_rows(ablation: Ablation, prompts: PromptSet) -> list[AblationRow]:
@@ -68,6 +72,7 @@ def _row(
     )  # (prompts, seeds)
     pairs = np.stack([others.mean(1), ours.mean(1)], 1)  # (prompts, 2)
     by_seed = ours.mean(0) / others.mean(0) - 1
+    totals = np.concatenate([_totals(judgements, key, fitted) for judgements in (base, own)], 1)
     return AblationRow(
         variant=name,
         acceptor=key,
@@ -78,7 +83,25 @@ def _row(
         relative=float(pairs[:, 1].mean() / pairs[:, 0].mean() - 1),
         relative_ci95=interval(pairs, lambda means: means[:, 1] / means[:, 0] - 1),
         relative_by_seed=tuple(by_seed.tolist()),
+        micro=float(totals[:, 2].sum() / totals[:, 3].sum()),
+        micro_relative=float(_micro_change(totals.mean(0)[None])[0]),
+        micro_relative_ci95=interval(totals, _micro_change),
     )
+
+
+def _micro_change(means: np.ndarray) -> np.ndarray:
+    """(D,) of (D, 4): emitted tokens and passes of the baseline, then of the variant."""
+    return (means[:, 2] / means[:, 3]) / (means[:, 0] / means[:, 1]) - 1
+
+
+def _totals(judgements: Sequence[Judgement], key: str, fitted: bool) -> np.ndarray:
+    """(prompts, 2) emitted tokens and passes, all seeds together; of the same prompts as `_means`."""
+    seeds = [judgement.passes(key, fitted) for judgement in judgements]
+    found: dict[str, np.ndarray] = {}
+    for prompt in (prompt for passes in seeds for prompt in passes if prompt.passes):
+        counts = np.array([sum(prompt.passes), len(prompt.passes)], dtype=float)
+        found[prompt.prompt_id] = found.get(prompt.prompt_id, 0) + counts
+    return np.array([found[prompt] for prompt in sorted(found)])
 
 
 def _means(judgements: Sequence[Judgement], key: str, fitted: bool) -> np.ndarray:
@@ -99,9 +122,9 @@ def markdown(ablation: Ablation, rows: Sequence[AblationRow]) -> str:
     first = rows[0]
     text = [
         f"{first.num_prompts} held-out prompts, {first.num_seeds} seeds, {ablation.warmup_steps} steps of decayed "
-        f"cross-entropy, then {ablation.steps} steps of each loss; tokens a verify pass, macro mean.",
+        f"cross-entropy, then {ablation.steps} steps of each loss; tokens a verify pass, macro mean over prompts.",
         f"Change: over `{ablation.baseline}` at budget {ablation.headline_budget}, 95 % interval paired by prompt; "
-        "then each seed's.",
+        "then each seed's; then the same of the micro mean (all tokens over all passes), which throughput follows.",
     ]
     for fitted, title in ((False, "As trained"), (True, "After the temperature fit")):
         part = [row for row in rows if row.fitted == fitted]
@@ -112,17 +135,23 @@ def markdown(ablation: Ablation, rows: Sequence[AblationRow]) -> str:
 def _table(ablation: Ablation, rows: Sequence[AblationRow]) -> list[str]:
     keys = list(dict.fromkeys(row.acceptor for row in rows))
     cells = {(row.variant, row.acceptor): row for row in rows}
-    head = ["loss", *keys, "change", "95 %", "by seed"]
+    head = ["loss", *keys, "change", "95 %", "by seed", "micro", "change", "95 %"]
     lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
     headline = tree_acceptor(ablation.headline_budget).key
     for name in dict.fromkeys(row.variant for row in rows):
         row = cells[name, headline]
-        low, high = row.relative_ci95 or (float("nan"), float("nan"))
         seeds = ", ".join(f"{100 * value:+.1f}" for value in row.relative_by_seed)
         values = [f"{cells[name, key].acceptance:.3f}" for key in keys]
-        change = [f"{100 * row.relative:+.1f} %", f"{100 * low:+.1f} to {100 * high:+.1f}", seeds]
-        lines.append("| " + " | ".join([f"`{name}`", *values, *change]) + " |")
+        macro = [*change_cells(row.relative, row.relative_ci95), seeds]
+        micro = [f"{row.micro:.3f}", *change_cells(row.micro_relative, row.micro_relative_ci95)]
+        lines.append("| " + " | ".join([f"`{name}`", *values, *macro, *micro]) + " |")
     return lines
+
+
+def change_cells(relative: float, ci95: tuple[float, float] | None) -> list[str]:
+    """A change and its interval, in percent."""
+    low, high = ci95 or (float("nan"), float("nan"))
+    return [f"{100 * relative:+.1f} %", f"{100 * low:+.1f} to {100 * high:+.1f}"]
 
 
 def training_curves(ablation: Ablation) -> dict[str, list[dict[str, float]]]:
