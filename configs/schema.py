@@ -29,6 +29,8 @@ LossName = Literal[
 LOSS_NAMES: tuple[LossName, ...] = get_args(LossName)
 TREE_LOSSES = frozenset({"tree", "tree_live", "tree_surrogate"})
 """Losses that build the block's draft tree."""
+WALK_LOSSES = TREE_LOSSES | {"dpace", "auf", "chain"}
+"""Losses that expect a number of accepted tokens of each block."""
 SOFT_LOSSES = frozenset({"kl", "tv", "lk"})
 """Losses that compare with the target's distribution."""
 SourceKind = Literal["jsonl", "json", "csv", "parquet", "datasets", "packages"]
@@ -46,9 +48,9 @@ Category = Literal[
 AcceptorName = Literal["chain", "chain_rejection", "tree", "tree_spine", "tree_cost"]
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 TreeBudget = Annotated[int, Field(ge=1, le=8192)]
+"""Nodes of a draft tree without its root; the largest is that of ddtree/order.py."""
 NUM_SOFT_LABELS = 32
 """Of `extract.soft_labels: true`."""
-"""Nodes of a draft tree without its root; the largest is that of ddtree/order.py."""
 
 
 class Section(BaseModel):
@@ -486,6 +488,10 @@ class TrainSection(Section):
     """B inside tree and tree_live; checkpoints are compared at it."""
     tree_temperature_nats: float = Field(default=1.5, gt=0)
     """Softness of survival in tree, in nats."""
+    walk_power: float | None = Field(default=None, ge=0, le=2)
+    """p: dpace, auf, chain and the tree losses weigh a block by 1 / (1 + A)^p, A the draft tokens they expect of it: uniform
+    anchors lie in long drafts A + 1 times as often as passes start there. null: 1 for the tree losses, 0 (as published) for
+    the others."""
     surrogate_budgets: tuple[TreeBudget, ...] | None = Field(default=None, min_length=1)
     """tree_surrogate: budgets it averages over; null: tree_budget alone."""
     surrogate_temperatures_nats: tuple[PositiveFloat, PositiveFloat] = (2.0, 0.5)
@@ -559,6 +565,14 @@ class TrainSection(Section):
     def losses(self) -> dict[LossName, float]:
         """Weights by name."""
         return self.loss if isinstance(self.loss, dict) else {self.loss: 1.0}
+
+    @property
+    def walk_powers(self) -> dict[LossName, float]:
+        """By loss, of those of the recipe that follow a walk: walk_power, or what null means for it."""
+        names: list[LossName] = [name for name in self.losses if name in WALK_LOSSES]
+        if self.walk_power is not None:
+            return dict.fromkeys(names, self.walk_power)
+        return {name: 1.0 if name in TREE_LOSSES else 0.0 for name in names}
 
     @property
     def needs_soft_labels(self) -> bool:

@@ -181,6 +181,19 @@ def forget_younger_settings(config: Config, *keys: str) -> None:
     (folder / "index.json").write_text(json.dumps(index))
 
 
+def test_a_tree_checkpoint_from_before_the_walk_power_had_none(tmp_path: Path) -> None:
+    same = ["train.loss=tree", "train.walk_power=0"]
+    config = make_config(tmp_path, *same)
+    with killed_after_saving(4):
+        train_drafter(config, ONE_RANK)
+    forget_younger_settings(config, "train.walk_power")
+    other = load_config(tmp_path / "tiny.yaml", ["train.loss=tree"])
+    with pytest.raises(ValueError, match=r"train\.walk_power=\{\}, this run has \{'tree': 1"):
+        train_drafter(other, ONE_RANK)
+    train_drafter(config, ONE_RANK)
+    assert read_curve(config.run.folder)[-1]["step"] == config.train.steps
+
+
 def test_a_checkpoint_older_than_a_setting_continues_with_its_default_only(tmp_path: Path) -> None:
     config = make_config(tmp_path, "train.log_every=3")
     with killed_after_saving(4):

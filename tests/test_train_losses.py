@@ -89,6 +89,37 @@ def test_tree_weights_are_their_formula(seed: int, num_slots: int, nats: float) 
             assert found[n, j - 1].item() == pytest.approx(wanted, rel=1e-5)
 
 
+@given(seed=st.integers(0, 10_000), power=st.sampled_from([0.5, 1.0, 2.0]))
+@settings(max_examples=40, deadline=None)
+def test_with_walk_power_1_it_is_the_gradient_of_the_logarithm(seed: int, power: float) -> None:
+    """Of (1 + A)^(1-power) / (1-power), and of log(1 + A) for 1."""
+    log_probs, mask = random_slots(seed, 3, 5)
+    log_probs = log_probs.double().requires_grad_()
+    chain = ((log_probs * mask).cumsum(1).exp() * mask).sum(1)
+    objective = (1 + chain).log() if power == 1 else (1 + chain) ** (1 - power) / (1 - power)
+    (wanted,) = torch.autograd.grad(objective.sum(), log_probs)
+    torch.testing.assert_close(chain_weights(log_probs, mask, power), wanted)
+
+
+@given(seed=st.integers(0, 10_000), nats=st.sampled_from([0.5, 1.5, 4.0]))
+@settings(max_examples=40, deadline=None)
+def test_with_walk_power_1_a_tree_block_starts_at_1_and_falls(seed: int, nats: float) -> None:
+    log_probs, mask = random_slots(seed, 4, 6)
+    thresholds = torch.tensor([-0.5, -3.0, -9.0, -math.inf])
+    weights = tree_weights(log_probs, mask, thresholds, nats, power=1.0)
+    torch.testing.assert_close(weights[:, 0], torch.ones(4))
+    assert (weights.diff(dim=1) <= 1e-6).all()
+    assert not weights[~mask].any()
+
+
+def test_only_the_derived_losses_are_discounted_by_themselves() -> None:
+    train = TrainSection(steps=1, loss=dict.fromkeys(LOSS_NAMES, 1.0))
+    published, derived = ("dpace", "auf", "chain"), ("tree", "tree_live", "tree_surrogate")
+    assert train.walk_powers == dict.fromkeys(published, 0.0) | dict.fromkeys(derived, 1.0)
+    asked = TrainSection(steps=1, loss="dpace", walk_power=0.5)
+    assert asked.walk_powers == {"dpace": 0.5}
+
+
 def test_hopeless_prefixes_weigh_nothing_and_the_first_slot_always_counts() -> None:
     log_probs = torch.full((1, 4), -60.0)
     mask = torch.ones(1, 4, dtype=torch.bool)
@@ -286,8 +317,9 @@ def reference_loss(
     at: tuple[int, int],
     budgets: list[int],
     soft_share: float,
+    power: float = 0.0,
 ) -> Tensor:
-    """The loss of one block as its paper writes it; every: (L, V) log-probs, differentiable."""
+    """The loss of one block as its paper writes it, over (1 + A)^power; every: (L, V) log-probs, differentiable."""
     labels, last = batch.labels[at], int(batch.label_mask[at].sum())
     assert batch.soft is not None
     ids, p = batch.soft.token_ids[at], batch.soft.log_probs[at].double().exp()  # (L, P)
@@ -304,16 +336,19 @@ def reference_loss(
     decay = torch.exp(-torch.arange(3).float() / GAMMA)
     inside = [float(prefix[k].detach()) >= thetas[0] - 1e-9 for k in range(3)]
     weights = [0.0] * 3
+    expected = 0.0  # A
     if name == "chain" and soft_share == 0:
-        return -prefix[:last].exp().sum()
+        reward = prefix[:last].exp().sum()
+        return -reward / (1 + float(reward.detach())) ** power
     if name == "tree_surrogate":
-        total = torch.zeros((), dtype=torch.float64)
+        hard = soft = torch.zeros((), dtype=torch.float64)
         for k, bound in itertools.product(range(last), thetas):
-            total = total + (1 - soft_share) * torch.sigmoid((prefix[k] - bound) / SURROGATE_NATS)
+            hard = hard + torch.sigmoid((prefix[k] - bound) / SURROGATE_NATS) / len(thetas)
             before = prefix[k] - gold[k]
             covered = p[k] * torch.sigmoid((before + own[k] - bound) / SURROGATE_NATS)
-            total = total + soft_share * covered.sum()
-        return -4 / 3 * total / len(thetas)
+            soft = soft + covered.sum() / len(thetas)
+        parts = [part / (1 + float(part.detach())) ** power for part in (hard, soft)]
+        return -4 / 3 * ((1 - soft_share) * parts[0] + soft_share * parts[1])
     if name in ("kl", "tv", "lk"):
         entropy = (p * p.log()).sum(-1) + tail_p * tail_p.log()
         total_variation = 0.5 * ((p - own.exp()).abs().sum(-1) + (tail_p - tail_q).abs())
@@ -326,34 +361,63 @@ def reference_loss(
             weights[j] = float(decay[j])
         if name == "auf":
             weights[j] = float(all(first[:j]))
+            expected += float(all(first[: j + 1]))
         if name in ("dpace", "chain"):
             alpha = ALPHA if name == "dpace" else 0.0
             q = [(1 - alpha) * math.exp(x) + alpha for x in detached.tolist()]
             weights[j] = sum(math.prod(q[: m + 1]) for m in range(j, last))
+            expected += math.prod(q[: j + 1])
         if name == "tree":
             s = [1.0] + [
                 1 / (1 + math.exp(-(float(prefix[k]) - theta) / NATS)) for k in range(last)
             ]
             weights[j] = s[j] + sum(s[j + 1 :])
+            expected += s[j + 1]
         if name == "tree_live":
             weights[j] = 0.02
+            expected += float(inside[j])
             for k in range(j, last):
                 if inside[k]:
                     weights[j] += 0.1 if all(first[: k + 1]) else 1.0
                 else:
                     weights[j] += float(all(inside[:k]))
-    return (torch.tensor(weights).double() * ce)[:last].sum()
+    return (torch.tensor(weights).double() * ce)[:last].sum() / (1 + expected) ** power
 
 
 @pytest.mark.parametrize("name", LOSS_NAMES)
-@pytest.mark.parametrize(("share", "soft_share"), [(0.4, 0.0), (1.0, 0.0), (1.0, 0.3), (1.0, 1.0)])
+@pytest.mark.parametrize(
+    ("share", "soft_share", "power"),
+    [
+        (0.4, 0.0, 0.0),
+        (1.0, 0.0, 0.0),
+        (1.0, 0.3, 0.0),
+        (1.0, 1.0, 0.0),
+        (1.0, 0.0, 1.0),
+        (1.0, 0.3, 2.0),
+    ],
+)
 @pytest.mark.parametrize("chunk_rows", [1, 4, 1000])
 @pytest.mark.parametrize("budgets", [(7, 2, 7), (1, 1, 5)])
 def test_gradient_of_every_loss_is_that_of_full_logits(
-    name: LossName, share: float, soft_share: float, chunk_rows: int, budgets: tuple[int, ...]
+    name: LossName,
+    share: float,
+    soft_share: float,
+    power: float,
+    chunk_rows: int,
+    budgets: tuple[int, ...],
 ) -> None:
     batch, hidden, head = random_batch()
-    mix = LossMix({name: 1.0}, GAMMA, soft_share, ALPHA, budgets[0], NATS, budgets[1:], ETA)
+    mix = LossMix(
+        {name: 1.0},
+        GAMMA,
+        soft_share,
+        ALPHA,
+        budgets[0],
+        NATS,
+        budgets[1:],
+        ETA,
+        walk_powers={name: power},
+    )
     hidden.requires_grad_()
     phase = LossPhase(share, SURROGATE_NATS)
     found, _ = micro_batch_loss(hidden, head, batch, mix, phase, 11.0, chunk_rows)
@@ -365,7 +429,7 @@ def test_gradient_of_every_loss_is_that_of_full_logits(
     of_surrogate = list(budgets[1:])
     for at in itertools.product(range(2), range(3)):
         trees = of_surrogate if name == "tree_surrogate" else list(budgets[:1])
-        own = reference_loss(name, every[at], batch, at, trees, soft_share)
+        own = reference_loss(name, every[at], batch, at, trees, soft_share, power)
         decayed = reference_loss("ce", every[at], batch, at, [1], 0.0)
         total = total + share * own + (1 - share) * decayed
     (total / 11.0).backward()
@@ -383,7 +447,7 @@ def test_gradient_of_every_loss_is_that_of_full_logits(
 @pytest.mark.parametrize("budget", [1, 7])
 def test_sums_count_hits_weights_and_what_is_in_the_tree(budget: int) -> None:
     batch, hidden, head = random_batch()
-    mix = LossMix({"tree": 1.0}, GAMMA, tree_budget=budget)
+    mix = LossMix({"tree": 1.0}, GAMMA, tree_budget=budget, walk_powers={"tree": 1.0})
     loss, sums = micro_batch_loss(hidden, head, batch, mix, LossPhase(), 11.0, 1000)
     every = torch.log_softmax(hidden @ head.T, -1)[:, :, 1:]
     weight = tree = chain = 0.0
@@ -391,7 +455,7 @@ def test_sums_count_hits_weights_and_what_is_in_the_tree(budget: int) -> None:
         last = int(batch.label_mask[at].sum())
         gold = every[at].gather(1, batch.labels[at][:, None])[:, 0]
         theta = threshold_by_enumeration(every[at], budget)
-        own = tree_weights(gold[None], batch.label_mask[at][None], torch.tensor([theta]), 1.5)
+        own = tree_weights(gold[None], batch.label_mask[at][None], torch.tensor([theta]), 1.5, 1.0)
         weight += own.sum().item()
         tree += sum(gold[:k].sum().item() >= theta - 1e-9 for k in range(1, last + 1))
         hits = every[at][:last].argmax(-1) == batch.labels[at][:last]

@@ -9,12 +9,16 @@ it. One normaliser serves the whole global batch, never one a block: blocks with
 that are sums of a smooth function of label log-probs (chain, tree_surrogate) are written as the weights with the same
 gradient, w_j = -d loss / d log q_j; so all of them share a unit, a normaliser and one weight a slot when they are mixed.
 q_j: the drafter's probability of slot j's label; l_k = sum_{j<=k} log q_j: the score of the label's prefix of depth k.
+
+Every loss that follows a walk has a survival s_k, how surely the label's prefix of depth k is accepted, and so expects
+A = sum_k s_k draft tokens of a block. Its weights can be divided by (1 + A)^power (docs/losses.md, "Where walks start").
 """
 
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -77,6 +81,8 @@ class LossMix:
     surrogate_budgets: tuple[int, ...] = (64,)
     lk_eta: float = 3.0
     soft_label_sharpness: float = 1.0
+    walk_powers: Mapping[LossName, float] = field(default_factory=dict)
+    """By loss, power of `walk_discount`; 0 where a loss is absent."""
 
     @classmethod
     def from_recipe(cls, config: Config) -> LossMix:
@@ -91,6 +97,7 @@ class LossMix:
             tree_nats=train.tree_temperature_nats,
             surrogate_budgets=train.surrogate_budgets or (train.tree_budget,),
             lk_eta=train.lk_eta,
+            walk_powers=train.walk_powers,
         )
 
     @property
@@ -120,16 +127,18 @@ class LossMix:
         return LossTerms(terms, torch.stack([f * part.weights for f, part in parts]).sum(0))
 
     def _loss(self, name: LossName, slots: SlotStatistics, surrogate_nats: float) -> LossTerms:
-        log_probs, mask = slots.log_probs, slots.mask
+        log_probs, mask, power = slots.log_probs, slots.mask, self.walk_powers.get(name, 0.0)
         match name:
             case "ce":
                 return self._cross_entropy(ce_weights(mask, self.gamma), slots)
             case "dpace":
-                return self._cross_entropy(dpace_weights(log_probs, mask, self.dpace_alpha), slots)
+                return self._cross_entropy(
+                    dpace_weights(log_probs, mask, self.dpace_alpha, power), slots
+                )
             case "auf":
-                return self._cross_entropy(auf_weights(slots.is_first, mask), slots)
+                return self._cross_entropy(auf_weights(slots.is_first, mask, power), slots)
             case "chain":
-                return self._cross_entropy(chain_weights(log_probs, mask), slots)
+                return self._cross_entropy(chain_weights(log_probs, mask, power), slots)
             case "kl" | "tv" | "lk":
                 assert slots.soft is not None
                 distance = {"kl": kl, "tv": tv, "lk": lambda soft: lk(soft, self.lk_eta)}[name]
@@ -139,14 +148,14 @@ class LossMix:
         match name:
             case "tree":
                 return self._cross_entropy(
-                    tree_weights(log_probs, mask, tree.threshold, self.tree_nats), slots
+                    tree_weights(log_probs, mask, tree.threshold, self.tree_nats, power), slots
                 )
             case "tree_live":
                 return self._cross_entropy(
-                    tree_live_weights(tree.in_tree, slots.is_first, mask), slots
+                    tree_live_weights(tree.in_tree, slots.is_first, mask, power), slots
                 )
             case "tree_surrogate":
-                return self._surrogate(slots, tree.surrogate_thresholds, surrogate_nats)
+                return self._surrogate(slots, tree.surrogate_thresholds, surrogate_nats, power)
 
     def _cross_entropy(self, weights: Tensor, slots: SlotStatistics) -> LossTerms:
         """Weighted cross-entropy to labels of the recipe's temperature: hard, soft, or a share of both."""
@@ -157,15 +166,18 @@ class LossMix:
             distance = (1 - self.soft_label_share) * distance + self.soft_label_share * soft
         return _weighted(weights, distance)
 
-    def _surrogate(self, slots: SlotStatistics, thresholds: Tensor, nats: float) -> LossTerms:
+    def _surrogate(
+        self, slots: SlotStatistics, thresholds: Tensor, nats: float, power: float
+    ) -> LossTerms:
         hard = _weighted(
-            surrogate_weights(slots.log_probs, slots.mask, thresholds, nats), -slots.log_probs
+            surrogate_weights(slots.log_probs, slots.mask, thresholds, nats, power),
+            -slots.log_probs,
         )
         share = self.soft_label_share
         if share == 0:
             return hard
         assert slots.soft is not None
-        soft = coverage(slots.log_probs, slots.mask, slots.soft, thresholds, nats)
+        soft = coverage(slots.log_probs, slots.mask, slots.soft, thresholds, nats, power)
         return LossTerms(
             (1 - share) * hard.terms + share * soft.terms,
             (1 - share) * hard.weights + share * soft.weights,
@@ -178,47 +190,61 @@ def ce_weights(mask: Tensor, gamma: float) -> Tensor:
     return torch.exp(-slots / gamma) * mask
 
 
-def dpace_weights(log_probs: Tensor, mask: Tensor, alpha: float) -> Tensor:
+def walk_discount(survival: Tensor, power: float) -> Tensor:
+    """(N, 1): (1 + A)^-power, A = sum_k s_k of survival (N, L), the draft tokens a loss expects of a block.
+
+    Decoding takes one pass where uniform anchors lie A + 1 times: power 1 weighs blocks as often as walks start at them, and
+    makes the gradient of A that of log(1 + A). Power 2 is the gradient of the number of passes. Source: derived here.
+    """
+    return (1 + survival.sum(1, keepdim=True)) ** -power
+
+
+def dpace_weights(log_probs: Tensor, mask: Tensor, alpha: float, power: float = 0.0) -> Tensor:
     """w_j = sum_{m>=j} prod_{i<=m} q~_i with q~ = (1-alpha) q + alpha: what a chain may still gain from slot j on.
 
     Source: D-PACE, arXiv:2605.18810; here with one global normaliser (DESIGN section 7).
     """
-    confidence = (1 - alpha) * _scores(log_probs).exp() + alpha
-    return _sum_from(confidence.cumprod(1) * mask) * mask
+    survival = ((1 - alpha) * _scores(log_probs).exp() + alpha).cumprod(1) * mask
+    return _sum_from(survival) * mask * walk_discount(survival, power)
 
 
-def chain_weights(log_probs: Tensor, mask: Tensor) -> Tensor:
+def chain_weights(log_probs: Tensor, mask: Tensor, power: float = 0.0) -> Tensor:
     """w_j = sum_{k>=j} prod_{i<=k} q_i: the gradient of sum_k prod_{i<=k} q_i, the draft tokens a chain may expect.
 
     Source: the chain reward of arXiv:2606.11552. It wins the chain and loses large trees: a baseline.
     """
-    return dpace_weights(log_probs, mask, alpha=0.0)
+    return dpace_weights(log_probs, mask, alpha=0.0, power=power)
 
 
-def auf_weights(is_first: Tensor, mask: Tensor) -> Tensor:
+def auf_weights(is_first: Tensor, mask: Tensor, power: float = 0.0) -> Tensor:
     """w_j = 1 up to and with the first label that is not the drafter's first choice, 0 behind it.
 
     Source: accept until fail, arXiv:2607.01893.
     """
-    return _alive_before(is_first & mask) * mask
+    kept = (is_first & mask).float().cumprod(1)
+    return _alive_before(is_first & mask) * mask * walk_discount(kept, power)
 
 
-def tree_weights(log_probs: Tensor, mask: Tensor, threshold: Tensor, nats: float) -> Tensor:
+def tree_weights(
+    log_probs: Tensor, mask: Tensor, threshold: Tensor, nats: float, power: float = 0.0
+) -> Tensor:
     """w_j = s_{j-1} + sum_{k>=j} s_k, s_k = sigma((l_k - theta) / nats), s_0 = 1: D-PACE with the tree's survival.
 
     The label's prefix of depth k is in the tree if and only if l_k >= theta, the score of the last node; so s_k is its soft
-    survival. The first term is the walk being alive before slot j, the second what slot j still decides. threshold: (N,),
-    -inf for a tree that is not full. Source: DESIGN section 7.
+    survival. The first term is the walk being alive before slot j, the second what slot j still decides. The first slot
+    weighs 1 + A: with power 1 it weighs 1 in every block, and a later one the share of that which it still decides.
+    threshold: (N,), -inf for a tree that is not full. Source: DESIGN section 7.
     """
     survival = torch.sigmoid((_scores(log_probs).cumsum(1) - threshold[:, None]) / nats) * mask
     before = torch.cat([torch.ones_like(survival[:, :1]), survival[:, :-1]], dim=1)
-    return (before + _sum_from(survival)) * mask
+    return (before + _sum_from(survival)) * mask * walk_discount(survival, power)
 
 
 def tree_live_weights(
     in_tree: Tensor,
     is_first: Tensor,
     mask: Tensor,
+    power: float = 0.0,
     certain: float = LIVE_CERTAIN,
     floor: float = LIVE_FLOOR,
 ) -> Tensor:
@@ -232,21 +258,28 @@ def tree_live_weights(
     breaker = _alive_before(in_tree & mask) * mask - kept
     all_first = (is_first & mask).float().cumprod(1)
     credit = torch.where(all_first > 0, certain * kept, kept) + breaker
-    return (floor + _sum_from(credit)) * mask
+    return (floor + _sum_from(credit)) * mask * walk_discount(kept, power)
 
 
-def surrogate_weights(log_probs: Tensor, mask: Tensor, thresholds: Tensor, nats: float) -> Tensor:
+def surrogate_weights(
+    log_probs: Tensor, mask: Tensor, thresholds: Tensor, nats: float, power: float = 0.0
+) -> Tensor:
     """The gradient of 4/L sum_k sigma((l_k - theta_B) / nats), averaged over budgets: w_j = 4/L sum_{k>=j} sigma'_k / nats.
 
     A smooth count of the label's prefixes in the tree; theta (N, budgets) is held fixed. Source: DESIGN section 7.
     """
-    scores = _scores(log_probs).cumsum(1)
-    slope = SURROGATE_SCALE / mask.shape[1] * _mean_slope(scores, thresholds, nats)
-    return _sum_from(slope * mask) * mask
+    inside, slope = _sigmoids(_scores(log_probs).cumsum(1), thresholds, nats)
+    slope = SURROGATE_SCALE / mask.shape[1] * slope
+    return _sum_from(slope * mask) * mask * walk_discount(inside * mask, power)
 
 
 def coverage(
-    log_probs: Tensor, mask: Tensor, soft: SoftStatistics, thresholds: Tensor, nats: float
+    log_probs: Tensor,
+    mask: Tensor,
+    soft: SoftStatistics,
+    thresholds: Tensor,
+    nats: float,
+    power: float = 0.0,
 ) -> LossTerms:
     """4/L sum_k sum_v p_k(v) sigma((l_{k-1} + log q_k(v) - theta_B) / nats): the surrogate with the target's distribution.
 
@@ -254,10 +287,14 @@ def coverage(
     its gradient's coefficients, c_kv for the target's tokens and sum_v c_mv, m > k, for the label before them.
     Source: DESIGN section 7.
     """
-    own, target = _scores(soft.log_probs), _scores(soft.target_log_probs)
+    own, target = _scores(soft.log_probs), _scores(soft.target_log_probs).exp()
     before = _scores(log_probs).cumsum(1) - _scores(log_probs)  # (N, L): l_{k-1}
-    slope = _mean_slope((before[..., None] + own).flatten(1), thresholds, nats).view(own.shape)
-    coefficients = SURROGATE_SCALE / mask.shape[1] * target.exp() * slope * mask[..., None]
+    inside, slope = (
+        part.view(own.shape)
+        for part in _sigmoids((before[..., None] + own).flatten(1), thresholds, nats)
+    )
+    discount = walk_discount((target * inside).sum(-1) * mask, power)
+    coefficients = SURROGATE_SCALE / mask.shape[1] * target * slope * (mask * discount)[..., None]
     of_slot = coefficients.sum(-1)
     later = (_sum_from(of_slot) - of_slot) * mask
     terms = -(coefficients * soft.log_probs).sum(-1) - later * log_probs.masked_fill(~mask, 0)
@@ -332,10 +369,10 @@ def _scores(log_probs: Tensor) -> Tensor:
     return log_probs.to(torch.promote_types(log_probs.dtype, torch.float32))
 
 
-def _mean_slope(scores: Tensor, thresholds: Tensor, nats: float) -> Tensor:
-    """sigma'((score - theta) / nats) / nats of (N, scores), averaged over the (N, budgets) thresholds."""
-    survival = torch.sigmoid((scores[..., None] - thresholds[:, None]) / nats)
-    return (survival * (1 - survival)).mean(-1) / nats
+def _sigmoids(scores: Tensor, thresholds: Tensor, nats: float) -> tuple[Tensor, Tensor]:
+    """sigma((score - theta) / nats) of (N, scores) and its slope by the score, averaged over the (N, budgets) thresholds."""
+    inside = torch.sigmoid((scores[..., None] - thresholds[:, None]) / nats)
+    return inside.mean(-1), (inside * (1 - inside)).mean(-1) / nats
 
 
 def _tail(log_probs: Tensor) -> Tensor:

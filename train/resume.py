@@ -37,12 +37,15 @@ FREE = frozenset(
 """Settings of `train` that leave the mathematics of a step alone: they may change between two halves of a run."""
 YOUNGER = frozenset({"optimizer", "muon_momentum", "freeze", "shuffle_window"})
 """Not recorded at their default, so that a run from before them reads as it did."""
-DEFAULTS = {
+WALK_POWER = "train.walk_power"
+"""Recorded as what it means for each loss, where that is not 0: runs from before it had none, whatever their loss."""
+DEFAULTS: dict[str, Any] = {
     f"train.{key}": value
     for key, value in TrainSection(steps=1).model_dump(mode="json").items()
     if key != "steps" and key not in FREE
 }
 """What a checkpoint that is older than a setting was made with."""
+DEFAULTS[WALK_POWER] = {}
 REMEDY = (
     "set it back, or give run.output_dir another folder (or delete its checkpoints) for a new run"
 )
@@ -63,6 +66,7 @@ def run_settings(config: Config, features: str) -> dict[str, Any]:
             for key, value in train.items()
             if key not in FREE and not (key in YOUNGER and value == DEFAULTS[f"train.{key}"])
         },
+        WALK_POWER: {name: power for name, power in config.train.walk_powers.items() if power},
         "run.seed": config.run.seed,
         "features": fingerprint(manifest),
         "train.steps": config.train.steps,
