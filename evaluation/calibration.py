@@ -144,15 +144,24 @@ class Blocks:
 
 def _fit(blocks: Blocks, budget: int) -> TemperatureFit:
     """All recorded slots first; then those that the trees of the temperatures found reach, until these stay the same."""
-    mask = blocks.recorded
-    found = _newton(blocks.tokens(mask), budget)
+    at_one = torch.ones(blocks.gold.shape[1], dtype=torch.float64)
+    tokens = blocks.tokens(mask := blocks.recorded)
+    inverse, after = _newton(tokens, at_one)
     for _ in range(MAX_ROUNDS):
-        reached = blocks.reached(torch.tensor(found.temperatures), budget)
+        reached = blocks.reached(1 / inverse, budget)
         if torch.equal(reached, mask):
             break
-        mask = reached
-        found = _newton(blocks.tokens(mask), budget)
-    return found
+        tokens = blocks.tokens(mask := reached)
+        inverse, after = _newton(
+            tokens, inverse
+        )  # what changes is little: from where the last round ended
+    return TemperatureFit(
+        tuple((1 / inverse).tolist()),
+        tuple(tokens.moments(at_one)[0].tolist()),
+        tuple(after.tolist()),
+        tuple(tokens.counts.tolist()),
+        budget,
+    )
 
 
 @dataclass(frozen=True, eq=False)
@@ -195,13 +204,15 @@ def _moments(logits: Tensor, gold: Tensor, inverse: Tensor) -> Tensor:
     return torch.stack([scaled.logsumexp(1), mean, variance])
 
 
-def _newton(tokens: _Tokens, budget: int) -> TemperatureFit:
-    """Newton on the inverse temperatures of all slots at once; a step that leaves the bracket halves it instead."""
-    inverse = torch.ones(tokens.num_slots, dtype=torch.float64)
-    low, high = inverse / BOUND, inverse * BOUND
+def _newton(tokens: _Tokens, start: Tensor) -> tuple[Tensor, Tensor]:
+    """Inverse temperatures (L,) and the losses there, from those of `start`.
+
+    Newton on all slots at once; a step that leaves the bracket halves it instead. A slot without tokens ends at 1.
+    """
     is_given = tokens.counts > 0
-    before, slope, curvature = tokens.moments(inverse)
-    loss = before
+    inverse = torch.where(is_given, start, 1.0)
+    low, high = torch.full_like(start, 1 / BOUND), torch.full_like(start, BOUND)
+    loss, slope, curvature = tokens.moments(inverse)
     for _ in range(MAX_PASSES - 1):
         low, high = torch.where(slope < 0, inverse, low), torch.where(slope > 0, inverse, high)
         step = inverse - slope / curvature.clamp(min=1e-30)
@@ -215,10 +226,4 @@ def _newton(tokens: _Tokens, budget: int) -> TemperatureFit:
         loss, slope, curvature = tokens.moments(inverse)
         if has_converged:
             break
-    return TemperatureFit(
-        tuple((1 / inverse).tolist()),
-        tuple(before.tolist()),
-        tuple(loss.tolist()),
-        tuple(tokens.counts.tolist()),
-        budget,
-    )
+    return inverse, loss
