@@ -486,7 +486,7 @@ class TrainSection(Section):
     extraction serves every temperature below it."""
     tree_budget: TreeBudget = 64
     """B inside tree and tree_live; checkpoints are compared at it."""
-    tree_temperature_nats: float = Field(default=1.5, gt=0)
+    tree_temperature_nats: float = Field(default=3.0, gt=0)
     """Softness of survival in tree, in nats."""
     walk_power: float | None = Field(default=None, ge=0, le=2)
     """p: dpace, auf, chain and the tree losses weigh a block by 1 / (1 + A)^p, A the draft tokens they expect of it: uniform

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
@@ -179,6 +180,20 @@ def forget_younger_settings(config: Config, *keys: str) -> None:
         path.write_text(json.dumps(value))
         entry["sha256"]["state.json"] = sha256_file(path)
     (folder / "index.json").write_text(json.dumps(index))
+
+
+def test_a_setting_of_a_loss_that_is_not_trained_may_change(tmp_path: Path) -> None:
+    config = make_config(tmp_path, "train.loss=dpace")
+    with killed_after_saving(4):
+        train_drafter(config, ONE_RANK)
+    for override, message in (
+        ("train.dpace_alpha=0.4", r"train\.dpace_alpha=0\.5, this run has 0\.4"),
+        ("train.tree_temperature_nats=1", None),
+    ):
+        other = load_config(tmp_path / "tiny.yaml", ["train.loss=dpace", override])
+        with pytest.raises(ValueError, match=message) if message else contextlib.nullcontext():
+            train_drafter(other, ONE_RANK)
+    assert read_curve(config.run.folder)[-1]["step"] == config.train.steps
 
 
 def test_a_tree_checkpoint_from_before_the_walk_power_had_none(tmp_path: Path) -> None:

@@ -447,7 +447,9 @@ def test_gradient_of_every_loss_is_that_of_full_logits(
 @pytest.mark.parametrize("budget", [1, 7])
 def test_sums_count_hits_weights_and_what_is_in_the_tree(budget: int) -> None:
     batch, hidden, head = random_batch()
-    mix = LossMix({"tree": 1.0}, GAMMA, tree_budget=budget, walk_powers={"tree": 1.0})
+    mix = LossMix(
+        {"tree": 1.0}, GAMMA, tree_budget=budget, tree_nats=1.5, walk_powers={"tree": 1.0}
+    )
     loss, sums = micro_batch_loss(hidden, head, batch, mix, LossPhase(), 11.0, 1000)
     every = torch.log_softmax(hidden @ head.T, -1)[:, :, 1:]
     weight = tree = chain = 0.0

@@ -77,7 +77,7 @@ class LossMix:
     soft_label_share: float = 0.0
     dpace_alpha: float = 0.5
     tree_budget: int = 64
-    tree_nats: float = 1.5
+    tree_nats: float = 3.0
     surrogate_budgets: tuple[int, ...] = (64,)
     lk_eta: float = 3.0
     soft_label_sharpness: float = 1.0

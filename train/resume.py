@@ -46,6 +46,14 @@ DEFAULTS: dict[str, Any] = {
 }
 """What a checkpoint that is older than a setting was made with."""
 DEFAULTS[WALK_POWER] = {}
+OF_LOSSES = {
+    "train.tree_temperature_nats": {"tree"},
+    "train.surrogate_budgets": {"tree_surrogate"},
+    "train.surrogate_temperatures_nats": {"tree_surrogate"},
+    "train.dpace_alpha": {"dpace"},
+    "train.lk_eta": {"lk"},
+}
+"""Settings that only these losses read: a run without them does not depend on such a setting."""
 REMEDY = (
     "set it back, or give run.output_dir another folder (or delete its checkpoints) for a new run"
 )
@@ -75,8 +83,19 @@ def run_settings(config: Config, features: str) -> dict[str, Any]:
 
 def same_run(found: dict[str, Any], settings: dict[str, Any]) -> bool:
     """Whether a checkpoint with the settings `found` is of the run with `settings`."""
-    wanted = DEFAULTS | settings
+    wanted = _that_matter(settings)
     return all((DEFAULTS | found).get(key) == value for key, value in wanted.items())
+
+
+def _that_matter(settings: dict[str, Any]) -> dict[str, Any]:
+    """Older settings at their defaults with them; without those of losses that the run does not have."""
+    losses = settings["train.loss"]
+    names = {losses} if isinstance(losses, str) else set(losses)
+    return {
+        key: value
+        for key, value in (DEFAULTS | settings).items()
+        if key not in OF_LOSSES or OF_LOSSES[key] & names
+    }
 
 
 def find_start(
@@ -91,8 +110,7 @@ def find_start(
     for entry in checkpoints.whole_entries():
         num_whole += 1
         state, found = checkpoints.read_state(entry)
-        wanted = DEFAULTS | settings
-        fixed = {key: value for key, value in wanted.items() if key != "train.steps"}
+        fixed = {k: value for k, value in _that_matter(settings).items() if k != "train.steps"}
         what = f"checkpoint {checkpoints.folder / entry.folder}"
         require_equal(what, DEFAULTS | found, fixed, REMEDY)
         old = train.model_copy(update={"steps": found["train.steps"]})
