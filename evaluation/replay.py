@@ -27,7 +27,7 @@ from evaluation.acceptors import CHAIN_REJECTION, Acceptor, list_acceptors
 from evaluation.child_ranks import replay_child_ranks
 from evaluation.drafting import slot_temperatures
 from evaluation.outcomes import anchor_outcomes
-from evaluation.scores import find_responses, score_anchors
+from evaluation.scores import SlotScores, draft_anchors, find_responses
 from evaluation.sums import RECALL_AT, ReplaySums
 from target.head import TargetHead
 
@@ -48,7 +48,7 @@ class ReplayOptions:
     cost: RoundCost | None = None
     """For tree_cost."""
     compares_unfitted: bool = False
-    """Also sum up everything at drafter temperature 1, in a second pass over the vocabulary."""
+    """Also replay everything at drafter temperature 1, in a second pass over the vocabulary."""
 
     @property
     def acceptors(self) -> list[Acceptor]:
@@ -73,6 +73,8 @@ class RowReplay:
     sums: ReplaySums
     unfitted: ReplaySums | None = None
     """The same at drafter temperature 1, where `sums` are after a fit."""
+    unfitted_passes: dict[str, list[int]] | None = None
+    """`passes` at drafter temperature 1; not kept in records."""
 
 
 @dataclass
@@ -129,44 +131,63 @@ def replay_row(
     drafter: Drafter, head: TargetHead, row: FeatureRow, options: ReplayOptions
 ) -> RowReplay:
     """One prompt. Its responses (one a turn) are replayed apart, each from its own r_0, and their passes joined."""
-    sums = empty_sums(drafter.config, options)
-    temperatures = slot_temperatures(options.drafter_temperature, drafter.config.block_size - 1)
-    passes: dict[str, list[int]] = {acceptor.key: [] for acceptor in options.acceptors}
-    child_ranks: dict[str, list[list[int]]] = {key: [] for key in passes}
+    tallies = [_Tally(drafter.config, options)]
+    if options.compares_unfitted:
+        tallies.append(_Tally(drafter.config, replace(options, drafter_temperature=1.0)))
+    num_children = max(options.max_budget, *RECALL_AT)
     for response in find_responses(row.loss_mask, options.max_new_tokens):
-        per_anchor: dict[str, list[int]] = {key: [] for key in passes}
-        gold_child_ranks: list[list[int]] = []
         for start in range(0, response.num_drafted, options.anchors_per_forward):
             anchors = range(start, min(start + options.anchors_per_forward, response.num_drafted))
-            scores = score_anchors(
-                drafter,
-                head,
-                row,
-                response,
-                anchors,
-                num_children=max(options.max_budget, *RECALL_AT),
-                temperatures=temperatures,
-                head_chunk_rows=options.head_chunk_rows,
-            )
-            trees = build_trees(scores.top_log_probs, options.max_budget)
-            ranks = ranks_in(trees, scores.gold_child_ranks, scores.num_gold)
-            found = anchor_outcomes(scores, trees, ranks, options.acceptors, options.cost)
-            sums.add_anchors(scores, ranks, found, trees)
-            gold_child_ranks += scores.gold_child_ranks.tolist()
-            for key, outcome in found.items():
-                per_anchor[key] += outcome.accepted.tolist()
-        for key, counts in per_anchor.items():
-            walked = replay_walk(counts, response.num_drafted)
-            passes[key] += walked
-            child_ranks[key] += replay_child_ranks(gold_child_ranks, counts, walked)
-    sums.add_prompt(
-        [PromptPasses(row.sample_id, row.task, tuple(emitted)) for emitted in passes.values()]
-    )
-    unfitted = None
-    if options.compares_unfitted:
-        plain = replace(options, drafter_temperature=1.0, compares_unfitted=False)
-        unfitted = replay_row(drafter, head, row, plain).sums
-    return RowReplay(row.sample_id, row.task, passes, child_ranks, sums, unfitted)
+            drafted = draft_anchors(drafter, head, row, response, anchors)
+            for tally in tallies:
+                tally.add(
+                    drafted.scores(head, num_children, tally.temperatures, options.head_chunk_rows)
+                )
+        for tally in tallies:
+            tally.end_response(response.num_drafted)
+    found, *plain = [tally.finish(row) for tally in tallies]
+    for other in plain:
+        found = replace(found, unfitted=other.sums, unfitted_passes=other.passes)
+    return found
+
+
+class _Tally:
+    """What one prompt's replay at given temperatures adds up to."""
+
+    def __init__(self, config: DrafterConfig, options: ReplayOptions):
+        self.options = options
+        self.temperatures = slot_temperatures(options.drafter_temperature, config.block_size - 1)
+        self.sums = empty_sums(config, options)
+        self.passes: dict[str, list[int]] = {acceptor.key: [] for acceptor in options.acceptors}
+        self.child_ranks: dict[str, list[list[int]]] = {key: [] for key in self.passes}
+        self._accepted: dict[str, list[int]] = {key: [] for key in self.passes}  # an anchor each
+        self._gold_child_ranks: list[list[int]] = []
+
+    def add(self, scores: SlotScores) -> None:
+        """The next anchors of a response."""
+        options = self.options
+        trees = build_trees(scores.top_log_probs, options.max_budget)
+        ranks = ranks_in(trees, scores.gold_child_ranks, scores.num_gold)
+        found = anchor_outcomes(scores, trees, ranks, options.acceptors, options.cost)
+        self.sums.add_anchors(scores, ranks, found, trees)
+        self._gold_child_ranks += scores.gold_child_ranks.tolist()
+        for key, outcome in found.items():
+            self._accepted[key] += outcome.accepted.tolist()
+
+    def end_response(self, num_drafted: int) -> None:
+        """Walk over the anchors of the response that were added."""
+        for key, counts in self._accepted.items():
+            walked = replay_walk(counts, num_drafted)
+            self.passes[key] += walked
+            self.child_ranks[key] += replay_child_ranks(self._gold_child_ranks, counts, walked)
+        self._accepted, self._gold_child_ranks = {key: [] for key in self.passes}, []
+
+    def finish(self, row: FeatureRow) -> RowReplay:
+        emitted = [
+            PromptPasses(row.sample_id, row.task, tuple(passes)) for passes in self.passes.values()
+        ]
+        self.sums.add_prompt(emitted)
+        return RowReplay(row.sample_id, row.task, self.passes, self.child_ranks, self.sums)
 
 
 def empty_sums(config: DrafterConfig, options: ReplayOptions) -> ReplaySums:

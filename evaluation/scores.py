@@ -54,6 +54,50 @@ def find_responses(loss_mask: Tensor, max_new_tokens: int | None = None) -> list
     return [run for run in runs if run.num_drafted > 0]
 
 
+@dataclass(frozen=True, eq=False)
+class DraftedBlocks:
+    """What the drafter made of some anchors, before the vocabulary: any number of temperatures is scored from it."""
+
+    hidden: Tensor  # (N, L, H)
+    gold: Tensor  # (N, L); beyond num_gold of no meaning
+    num_gold: Tensor  # (N,)
+
+    def scores(
+        self,
+        head: TargetHead,
+        num_children: int,
+        temperatures: Tensor | None = None,
+        head_chunk_rows: int = 1024,
+    ) -> SlotScores:
+        """One pass over the vocabulary. temperatures: (L,) float32 of the slots; None: 1."""
+        return score_slots(
+            self.hidden,
+            self.gold,
+            self.num_gold,
+            head,
+            num_children,
+            temperatures,
+            head_chunk_rows,
+        )
+
+
+def draft_anchors(
+    drafter: Drafter, head: TargetHead, row: FeatureRow, response: Response, anchors: range
+) -> DraftedBlocks:
+    """The blocks of the anchors r_i, i in `anchors`: one drafter forward."""
+    device, config = head.head.device, drafter.config
+    num_slots = config.block_size - 1
+    input_ids = row.input_ids.to(device)
+    positions = response.first + torch.arange(anchors.start, anchors.stop, device=device)  # (N,)
+    last = response.first + response.num_drafted
+    slots = torch.arange(1, config.block_size, device=device)
+    return DraftedBlocks(
+        slot_states(drafter, head, row, positions),
+        input_ids[(positions[:, None] + slots).clamp(max=last)],
+        (last - positions).clamp(max=num_slots),
+    )
+
+
 def score_anchors(
     drafter: Drafter,
     head: TargetHead,
@@ -68,16 +112,8 @@ def score_anchors(
 
     temperatures: (L,) float32 of the slots; None: 1.
     """
-    device, config = head.head.device, drafter.config
-    num_slots = config.block_size - 1
-    input_ids = row.input_ids.to(device)
-    positions = response.first + torch.arange(anchors.start, anchors.stop, device=device)  # (N,)
-    last = response.first + response.num_drafted
-    num_gold = (last - positions).clamp(max=num_slots)
-    slots = torch.arange(1, config.block_size, device=device)
-    gold = input_ids[(positions[:, None] + slots).clamp(max=last)]  # (N, L); beyond num_gold unused
-    hidden = slot_states(drafter, head, row, positions)  # (N, L, H)
-    return score_slots(hidden, gold, num_gold, head, num_children, temperatures, head_chunk_rows)
+    drafted = draft_anchors(drafter, head, row, response, anchors)
+    return drafted.scores(head, num_children, temperatures, head_chunk_rows)
 
 
 def score_slots(

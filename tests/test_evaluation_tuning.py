@@ -149,6 +149,7 @@ def test_slot_temperatures_reach_the_trees_and_leave_the_chain_alone(trained: Ca
     )
     assert both.unfitted is not None
     assert torch.equal(both.unfitted.flat(), plain.sums.flat())
+    assert both.unfitted_passes == plain.passes
     assert torch.equal(both.sums.flat(), warm.sums.flat())
 
 

@@ -10,7 +10,7 @@ import hashlib
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 
@@ -116,21 +116,25 @@ def judge_run(run: AblationRun, prompts: PromptSet, ranks: Ranks) -> None:
         max(ablation.budgets),
     )
     options = ReplayOptions(
-        tuple(sorted(ablation.budgets)), max_new_tokens=config.evaluation.max_new_tokens
+        tuple(sorted(ablation.budgets)),
+        fit.temperatures,
+        config.evaluation.max_new_tokens,
+        compares_unfitted=True,
     )
-    fitted = ReplayOptions(options.budgets, fit.temperatures, options.max_new_tokens)
     entries: Sequence[RowEntry] = vars(sets)[prompts]
     progress = Progress(f"replay {run.folder.name}", len(entries), "prompts")
     tasks: dict[str, str] = {}
-    passes: tuple[dict[str, Any], dict[str, Any]] = ({}, {})
+    raw: dict[str, dict[str, list[int]]] = {}
+    fitted: dict[str, dict[str, list[int]]] = {}
     for entry in entries:
         row = features.read(entry)
         tasks[row.sample_id] = row.task
-        for found, how in zip(passes, (options, fitted), strict=True):
-            found[row.sample_id] = replay_row(drafter, head, row, how).passes
+        replayed = replay_row(drafter, head, row, options)
+        assert replayed.unfitted_passes is not None
+        raw[row.sample_id], fitted[row.sample_id] = replayed.unfitted_passes, replayed.passes
         progress.advance()
     progress.finish()
-    write_json(path, asdict(Judgement(wanted, fit.temperatures, tasks, *passes)))
+    write_json(path, asdict(Judgement(wanted, fit.temperatures, tasks, raw, fitted)))
 
 
 def is_judged(run: AblationRun, prompts: PromptSet, sets: PromptSets) -> bool:
