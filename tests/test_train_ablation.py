@@ -72,6 +72,20 @@ def test_every_ablation_loads_and_so_does_every_variant(path: Path) -> None:
         load_config(ROOT / ablation.recipe, [*ablation.overrides, *overrides])
 
 
+def test_fewer_variants_are_the_same_comparison(tmp_path: Path) -> None:
+    variants = {name: (f"train.loss={name}",) for name in ("auf", "ce", "kl", "tree")}
+    ablation = make_ablation(tmp_path, variants=variants, confirm=("tree", "kl"))
+    few = ablation.only(["tree"])
+    assert (list(few.variants), few.confirm) == (["ce", "tree"], ("tree",))
+    assert (
+        few.model_copy(update={"variants": ablation.variants, "confirm": ablation.confirm})
+        == ablation
+    )
+    for names, message in ((["ce"], "name a variant to hold against it"), (["tre"], "'tre' is no")):
+        with pytest.raises(ValueError, match=message):
+            ablation.only(names)
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [

@@ -17,6 +17,8 @@ def main(options: argparse.Namespace) -> None:
     if options.run is not None:
         _one_run(ablation, options)
         return
+    if options.only:
+        ablation = ablation.only(options.only.split(","))
     # after the file is known to be good: these imports take seconds
     from train.ablation.judge import divide_prompts, is_judged, is_trained
     from train.ablation.live import is_decoded
@@ -80,6 +82,11 @@ def parser() -> argparse.ArgumentParser:
     found = StageParser(prog="./launch.sh ablation", description=__doc__)
     found.add_argument("file", help="an ablation, e.g. configs/ablation/debug.yaml")
     found.add_argument("--jobs", type=int, default=1, help="runs at once (default 1)")
+    found.add_argument(
+        "--only",
+        metavar="NAMES",
+        help="these variants, e.g. tree,dpace, and the baseline: the others need not be trained yet",
+    )
     found.add_argument(
         "--confirm",
         action="store_true",

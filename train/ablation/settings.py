@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +68,23 @@ class Ablation(Section):
                 "fit_fraction + confirm_fraction must be below 1: some rows are judged"
             )
         return self
+
+    def only(self, names: Sequence[str]) -> Ablation:
+        """The same comparison of fewer variants; the baseline is always one. Raises ValueError for a name it does not have."""
+        unknown = [name for name in names if name not in self.variants]
+        if unknown:
+            raise ValueError(
+                f"--only: {unknown[0]!r} is no variant; choose from {', '.join(self.variants)}"
+            )
+        kept = {self.baseline, *names}
+        if len(kept) < 2:
+            raise ValueError(f"--only {self.baseline}: name a variant to hold against it")
+        return self.model_copy(
+            update={
+                "variants": {name: v for name, v in self.variants.items() if name in kept},
+                "confirm": tuple(name for name in self.confirm if name in kept),
+            }
+        )
 
 
 def read_ablation(path: Path) -> Ablation:
