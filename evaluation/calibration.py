@@ -37,6 +37,8 @@ MAX_PASSES = 12
 MAX_ROUNDS = 8
 """Of temperatures and the slots they reach; they agree after three or four."""
 ANCHORS_PER_TREE_BATCH = 256
+CPU_GROUP_BYTES = 2**24
+"""Of float64 logits that are worked on at once on a CPU."""
 FIT_RULE = "slots that a walk reaches"
 """Which slots count: part of what a kept judgement is of."""
 _CONVERGED = 1e-4
@@ -152,9 +154,8 @@ def _fit(blocks: Blocks, budget: int) -> TemperatureFit:
         if torch.equal(reached, mask):
             break
         tokens = blocks.tokens(mask := reached)
-        inverse, after = _newton(
-            tokens, inverse
-        )  # what changes is little: from where the last round ended
+        # what changes is little: from where the last round ended
+        inverse, after = _newton(tokens, inverse)
     return TemperatureFit(
         tuple((1 / inverse).tolist()),
         tuple(tokens.moments(at_one)[0].tolist()),
@@ -185,23 +186,31 @@ class _Tokens:
         per_row = inverse.to(self.hidden.device)[self.slot]
         for start in range(0, len(self.slot), self.chunk_rows):
             chunk = slice(start, start + self.chunk_rows)
-            logits = (self.hidden[chunk].to(self.head.dtype) @ self.head.T).double()
-            values = _moments(logits, self.gold[chunk], per_row[chunk])
+            logits = self.hidden[chunk].to(self.head.dtype) @ self.head.T
+            of_rows = logits, self.gold[chunk], per_row[chunk]
+            # rows that stay in a CPU's cache: what follows is bound by memory there, several times
+            group = (
+                len(logits) if logits.is_cuda else max(1, CPU_GROUP_BYTES // (8 * len(self.head)))
+            )
+            groups = zip(*(values.split(group) for values in of_rows), strict=True)
+            values = torch.cat([_moments(*rows) for rows in groups], 1)
             sums.index_add_(1, self.slot[chunk], values)
         return sums.cpu() / self.counts.clamp(min=1)
 
 
 def _moments(logits: Tensor, gold: Tensor, inverse: Tensor) -> Tensor:
-    """(3, rows): loss, slope, curvature of each row."""
-    wanted = logits.gather(1, gold[:, None])[:, 0]
-    logits = (
-        logits - wanted[:, None]
-    )  # the loss is logsumexp(b (z - z_gold)), and so is nothing large subtracted
-    scaled = logits * inverse[:, None]
-    probs = scaled.softmax(1)
-    mean = (probs * logits).sum(1)
-    variance = (probs * (logits - mean[:, None]).square()).sum(1)
-    return torch.stack([scaled.logsumexp(1), mean, variance])
+    """(3, rows) float64: loss, slope, curvature of each row, from logits (rows, V)."""
+    shifted = logits.double()
+    # the loss is logsumexp(b (z - z_gold)), and so is nothing large subtracted
+    shifted -= shifted.gather(1, gold[:, None])
+    weights = shifted * inverse[:, None]
+    peak = weights.amax(1, keepdim=True)
+    weights.sub_(peak).exp_()
+    total = weights.sum(1)
+    mean = torch.linalg.vecdot(weights, shifted) / total
+    squares = shifted.sub_(mean[:, None]).square_()
+    variance = torch.linalg.vecdot(weights, squares) / total
+    return torch.stack([peak[:, 0] + total.log(), mean, variance])
 
 
 def _newton(tokens: _Tokens, start: Tensor) -> tuple[Tensor, Tensor]:
