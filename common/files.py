@@ -45,7 +45,14 @@ def atomic_path(path: Path) -> Iterator[Path]:
 
 
 def remove_leftovers(folder: Path) -> None:
-    """Delete what killed writers left aside in `folder`. Call before any writer of this run starts."""
+    """Delete what killed writers left aside in `folder`. Call before any writer of this run starts.
+
+    A folder that was being replaced, and has neither version under its name, gets the old one back.
+    """
+    for old in folder.glob(".*.old"):
+        replaced = folder / old.name[1:].rsplit(".", 2)[0]
+        if not replaced.exists():
+            old.rename(replaced)
     for leftover in [*folder.glob(".*.tmp"), *folder.glob(".*.old")]:
         _remove(leftover)
 

@@ -37,6 +37,7 @@ _SOURCE_OFF = {
 
 # of the servers that make labels, only what may change an id: a run may continue on others
 _RESPONSES_OFF = {"turns": "last", "server": None}
+_SERVER = "data.responses.server."
 
 
 def data_recipe(data: DataSection) -> dict[str, Any]:
@@ -62,12 +63,15 @@ def _without(settings: dict[str, Any], off: Mapping[str, Any]) -> dict[str, Any]
 
 
 def require_same_data(what: str, settings: Mapping[str, Any], data: DataSection) -> None:
-    """Raises ValueError naming the first data setting that is not what made `what`, whose manifest holds `settings`."""
+    """Raises ValueError naming the first data setting that is not what made `what`, whose manifest holds `settings`.
+
+    Where labels came from is for the data stage alone: it may be told the servers on its command line.
+    """
     wanted = data_recipe(data)
     found = {
         key: value
         for key, value in settings["recipe"].items()
-        if key.startswith("data.") and not key.endswith(".content")
+        if key.startswith("data.") and not key.endswith(".content") and not key.startswith(_SERVER)
     }
     remedy = "set it back, or make the corpus and all that follows again in another run.output_dir"
     require_equal(what, found, {key: wanted.get(key) for key in found}, remedy)

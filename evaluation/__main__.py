@@ -56,7 +56,9 @@ def check_losslessness(config: Config, ranks: Ranks, folder: Path | None, num_pr
         raise ValueError(f"--lossless {num_prompts}: give the number of prompts, at least 1")
     with raise_together(ranks):
         trained = find_drafter(config, folder)
-        work = plan_work(config, ranks, trained)
+        # what it measures on the way is float32's too, and kept apart from that of another dtype
+        evaluation = config.evaluation.model_copy(update={"dtype": "float32"})
+        work = plan_work(config.model_copy(update={"evaluation": evaluation}), ranks, trained)
     untrained = DrafterSource(None, trained.config, config.run.seed)
     result: dict[str, Any] | None = run_lossless(work, [trained, untrained], num_prompts)
     if result is None:

@@ -65,6 +65,9 @@ class Decisions:
         gaps = decision_gaps(self.trees, self.cost)[anchor]
         size = int(cost_budgets(self.trees, self.cost)[anchor])
         rank = int(self.ranks[anchor, depth - 1])
-        judged = gaps[:rank].min() if rank <= size else gaps[size : max(rank, size + 1)].max()
         border = self.trees.scores[anchor, max(size - 1, 0) : size + 1]
-        return min(float(judged), self._border_gap(anchor, depth, border))
+        at_border = self._border_gap(anchor, depth, border)
+        if rank <= size:
+            return min(float(gaps[:rank].min()), at_border)
+        left_out = gaps[size:rank]  # none where the tree took every node it may have
+        return min(float(left_out.max()), at_border) if len(left_out) else at_border

@@ -38,7 +38,11 @@ NEARLY_GREEDY = 1e-5
 def run_lossless(
     work: Work, sources: Sequence[DrafterSource], num_prompts: int
 ) -> dict[str, Any] | None:
-    """Decode `num_prompts` test prompts; writes lossless.json. The result on the main rank, None on others. Collective."""
+    """Decode `num_prompts` test prompts; writes lossless.json. The result on the main rank, None on others. Collective.
+
+    `work` is planned for float32.
+    """
+    assert work.config.evaluation.dtype == "float32"
     entries = choose_prompts(work.features.of_split("test"), num_prompts, work.config.run.seed)
     kind = work.records("lossless")
     with raise_together(work.ranks):
@@ -46,7 +50,7 @@ def run_lossless(
             remove_leftovers(kind.folder)
     with raise_together(work.ranks):
         trained = sources[0].load(work.drafter_device, torch.float32)
-        live = LiveTarget(work.config, work.ranks, trained, "float32")
+        live = LiveTarget(work.config, work.ranks, trained, work.config.evaluation.dtype)
     settle_tuning(work, live)
     with raise_together(work.ranks):
         setups = _setups(live.setup(work.tuning.read()), trained, sources)

@@ -70,7 +70,7 @@ def _results(report: dict[str, Any]) -> list[str]:
         section(
             "Every acceptor",
             [
-                "Acceptance length by replay of all test rows, by live decoding, and by replay of the very same live records "
+                "Acceptance length by replay of held-out prompts, by live decoding, and by replay of the very same live records "
                 "(the last two must agree). Speeds are without prefill; plain decoding ran in the same run. A round is draft, "
                 "build, verify and commit."
             ],

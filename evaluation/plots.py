@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from common.step_log import read_step_log
 from evaluation.charts import (
     Axis,
     Bar,
@@ -207,7 +207,7 @@ def training_charts(logs_folder: Path) -> list[tuple[str, str, str]]:
     path = logs_folder / "train.jsonl"
     if not path.is_file():
         return []
-    lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    lines = read_step_log(path)
     charts = []
     loss = _curve(lines, "train/loss")
     if len(loss) > 1:

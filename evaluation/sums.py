@@ -43,7 +43,7 @@ class ReplaySums:
     """float64 tensors on the CPU; `flat` and `with_flat` are for reducing over ranks in one call."""
 
     acceptors: tuple[str, ...]
-    """Keys of evaluation.decode.Acceptor."""
+    """Keys of evaluation.acceptors.Acceptor."""
     acceptance: Tensor
     """(A, 4): the fields of AcceptanceSums."""
     labelled: Tensor

@@ -26,6 +26,7 @@ from target.head import TargetHead
 logger = logging.getLogger(__name__)
 
 REMEDY = "remove it and run `./launch.sh evaluate` again"
+MIN_ANCHORS_PER_ROW = 8
 
 
 @dataclass(frozen=True)
@@ -100,9 +101,11 @@ def fit_on_validation(
             "evaluation.drafter_temperature=fit needs validation rows and the features have none; raise "
             "data.validation_fraction and run data and extract again, or give a number"
         )
-    entries = entries[:num_anchors]
+    # fewer rows rather than fewer anchors a row: the first of a row's is the response's start, which is no typical place
+    num_rows = min(len(entries), max(1, num_anchors // MIN_ANCHORS_PER_ROW))
+    entries = [entries[i * len(entries) // num_rows] for i in range(num_rows)]
     rows = (features.read(entry) for entry in entries)
-    found = fit_temperatures(drafter, head, rows, num_anchors // len(entries), budget)
+    found = fit_temperatures(drafter, head, rows, num_anchors // num_rows, budget)
     logger.info("%s", _describe(found))
     fitted_on = {
         "split": "validation",

@@ -57,8 +57,9 @@ def acceptance(report: Mapping[str, Any]) -> str:
     if tasks:
         parts.append("By task (macro):\n\n" + tasks)
     if live:
-        parts.append("**Live** decoding in float32:\n\n" + _overall(live))
-        parts.append(_lossless(report["lossless"]))
+        dtype = report["facts"]["live dtype"]
+        parts.append(f"**Live** decoding in {dtype}:\n\n" + _overall(live))
+        parts.append(_lossless(report["lossless"], dtype))
     return "\n\n".join(parts)
 
 
@@ -125,8 +126,11 @@ def _at(temperature: float | None) -> str:
     return "" if temperature is None else f" at temperature {temperature:g}"
 
 
-def _lossless(found: Mapping[str, Any]) -> str:
+def _lossless(found: Mapping[str, Any], dtype: str) -> str:
+    ties = (
+        "" if dtype == "float32" else f" In {dtype} two tokens may tie; float32 has no such case."
+    )
     return (
         f"Greedy output equals the target's own, token for token, on {found['num_equal']} of {found['num_prompts']} prompts "
-        "decoded live."
+        f"decoded live.{ties}"
     )

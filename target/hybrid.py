@@ -40,12 +40,12 @@ def write_hybrid_target(
     hybrid: HybridTarget,
     passages: Sequence[Passage],
     training_folder: Path,
-) -> None:
+) -> Path:
     """Weights, tokenizer, generation config, `training.json`, and passages as `prompts-<task>.jsonl` (held out) and
     `learnt-<task>.jsonl` (the others: many, and fine to train a drafter on).
 
-    Training that was stopped continues from its last state in `training_folder`. Raises ValueError for sizes that make no
-    model or for too little text.
+    Training that was stopped continues from its last state in `training_folder`: the file that is returned, to be deleted
+    when `folder` is in place. Raises ValueError for sizes that make no model or for too little text.
     """
     _require_sizes(section)
     learnt = [passage for passage in passages if not passage.is_held_out]
@@ -61,8 +61,8 @@ def write_hybrid_target(
     write_prompts(folder, "prompts", held_out)
     write_prompts(folder, "learnt", learnt)
     write_json(folder / "training.json", _summary(hybrid, model, rows, fitted))
-    state_file.unlink(missing_ok=True)
     logger.info("the hybrid's held-out loss is %.3f nats a token", fitted.held_out_nats)
+    return state_file
 
 
 def new_hybrid(section: TargetSection, seed: int) -> Qwen3_5ForCausalLM:

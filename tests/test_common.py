@@ -73,6 +73,31 @@ def test_a_killed_writer_leaves_the_old_file_and_a_leftover_that_is_cleared(
     assert [p.name for p in tmp_path.iterdir()] == ["x.json"]
 
 
+def test_a_folder_killed_between_its_two_names_gets_the_old_one_back(tmp_path: Path) -> None:
+    folder = tmp_path / "a.b"
+
+    def replace_then_die() -> None:
+        with atomic_path(folder) as aside:
+            aside.mkdir()
+            (aside / "version").write_text("new")
+            rename = Path.rename
+
+            def die_at_second(path: Path, to: Path) -> Path:
+                if path == aside:
+                    kill_self()
+                return rename(path, to)
+
+            Path.rename = die_at_second  # of the child alone
+
+    folder.mkdir()
+    (folder / "version").write_text("old")
+    assert exit_code_of(start_child(replace_then_die)) == -signal.SIGKILL
+    assert not folder.exists(), "the moment at issue"
+    remove_leftovers(tmp_path)
+    assert [p.name for p in tmp_path.iterdir()] == ["a.b"]
+    assert (folder / "version").read_text() == "old"
+
+
 def test_a_failed_writer_leaves_nothing(tmp_path: Path) -> None:
     def write() -> None:
         with atomic_path(tmp_path / "x") as aside:

@@ -32,6 +32,7 @@ from data.build import build_corpus
 from data.client import retry_after_s
 from data.corpus import CorpusRow, iter_corpus, read_corpus_manifest
 from data.servers import Server
+from data.settings import require_same_data
 from target.load import load_target, load_tokenizer
 
 ROOT = Path(__file__).parent.parent
@@ -350,6 +351,11 @@ def test_text_is_tokenised_again_only_when_asked_and_only_if_the_count_fits(
     assert shard_sums(without) == shard_sums(with_ids)  # letters are their own tokens
     recipe = read_corpus_manifest(without.run.folder / "corpus").settings["recipe"]
     assert recipe["data.responses.server.retokenise"] is True
+    # servers are named on the data stage's command line: later stages do not know them
+    require_same_data("the corpus", {"recipe": recipe}, tiny_config(overrides=[KEEP_ALL]).data)
+    other = tiny_config(overrides=[KEEP_ALL, "data.responses.max_new_tokens=5"])
+    with pytest.raises(ValueError, match=r"responses\.max_new_tokens"):
+        require_same_data("the corpus", {"recipe": recipe}, other.data)
 
 
 def test_a_key_comes_from_the_environment(tiny_config: MakeConfig, monkeypatch):

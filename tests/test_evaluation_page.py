@@ -103,7 +103,8 @@ def assert_alone(markup: str, page: Page) -> None:
 
 def test_page_is_well_formed_and_alone(report: dict[str, Any], tmp_path: Path) -> None:
     log = [{"step": s, "train/loss": 3.0 / s, "validation/chain_acceptance": 1.0, "validation/tree_acceptance_8": 1.5} for s in (1, 2)]  # fmt: skip
-    (tmp_path / "train.jsonl").write_text("\n".join(map(json.dumps, log)))
+    lines = "".join(json.dumps(line) + "\n" for line in log)
+    (tmp_path / "train.jsonl").write_text(lines + '{"step": 3, "train/lo')  # cut by a kill
     markup, page = page_of(report, tmp_path, [drawn_tree(), drawn_tree(kind="typical")])
     assert_alone(markup, page)
     assert page.tags.count("svg") >= 9

@@ -264,11 +264,13 @@ def test_a_fit_looks_at_no_more_anchors_than_asked_for(
         def read(self, entry: FeatureRow) -> FeatureRow:
             return entry
 
-    for num_anchors in (1, 4, 7):
+    for num_anchors, num_rows in ((1, 1), (4, 1), (7, 1), (16, 2), (30, 3)):
         fit = fit_on_validation(
             trained.drafter, trained.head, cast(FeatureSet, Features()), num_anchors, 64
         )
         assert 0 < max(fit["num_tokens"]) <= num_anchors
+        # not one anchor of many rows: that one would be the response's start
+        assert fit["fitted_on"]["num_rows"] == num_rows
 
 
 def test_what_was_settled_is_never_settled_again(tmp_path: Path) -> None:

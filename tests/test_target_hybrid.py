@@ -62,7 +62,8 @@ def passages(count: int = 40) -> list[Passage]:
 def make(folder: Path, hybrid: HybridTarget = MINIATURE, **changes: object) -> TargetSection:
     folder.mkdir()
     section = section_at(folder, **changes)
-    write_hybrid_target(folder, section, hybrid, passages(), folder.parent / "training")
+    state = write_hybrid_target(folder, section, hybrid, passages(), folder.parent / "training")
+    state.unlink()  # as prepare_target does, once the folder has its name
     return section
 
 

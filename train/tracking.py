@@ -8,9 +8,9 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 
+from common.step_log import parse_step
 from common.wandb_run import start_run
 from configs.schema import Config
-from train.watch.log import parse_record
 
 logger = logging.getLogger(__name__)
 
@@ -110,7 +110,7 @@ def drop_lines_after(path: Path, step: int) -> None:
         return
     kept = []
     for number, line in enumerate(path.read_bytes().splitlines(keepends=True), start=1):
-        record = parse_record(line)
+        record = parse_step(line)
         if record is None and line.endswith(b"\n"):
             logger.warning("%s line %d is no record of a step and is dropped", path, number)
         elif record is not None and line.endswith(b"\n") and record["step"] <= step:

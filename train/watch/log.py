@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import datetime
 import functools
-import json
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, TypeGuard
+from typing import Any
 
 from common.files import fields_of, read_json, write_json
+from common.step_log import read_step_log
 from configs.schema import Config
 
 Points = list[tuple[float, float]]
@@ -108,7 +108,7 @@ def read_run(folder: Path) -> RunLog:
         raise FileNotFoundError(
             f"{path} is missing: {folder} is no folder of a run that has trained; give one, e.g. outputs/demo"
         )
-    lines = list(_whole_lines(path))
+    lines = read_step_log(path)
     about = folder / "logs" / "run.json"
     value = read_json(about, REMEDY) if about.is_file() else {"name": folder.name, "settings": {}}
     with fields_of(about, REMEDY):
@@ -137,38 +137,3 @@ def write_run_facts(config: Config) -> None:
     }
     about = {"name": config.run.name, "settings": settings}
     write_json(config.run.folder / "logs" / "run.json", about)
-
-
-def _whole_lines(path: Path) -> Iterator[dict[str, float]]:
-    """Raises ValueError naming a line that is no record of a step."""
-    for number, line in enumerate(path.read_bytes().splitlines(True), start=1):
-        if not line.endswith(b"\n"):
-            return  # being written, or cut by a kill
-        value = parse_record(line)
-        if value is None:
-            raise ValueError(
-                f"{path} line {number} is no record of a step; remove the line: a resumed run writes later ones again"
-            )
-        yield value
-
-
-def parse_record(line: bytes) -> dict[str, float] | None:
-    """A line of train.jsonl; None for one that is no record of a step: cut, or zeros where a machine lost its power."""
-    try:
-        value = json.loads(line)
-    except ValueError:  # no UTF-8, or no JSON
-        return None
-    return value if _is_record(value) else None
-
-
-def _is_record(value: object) -> TypeGuard[dict[str, float]]:
-    return (
-        isinstance(value, dict)
-        and isinstance(value.get("step"), int)
-        and all(isinstance(number, float) or _is_small(number) for number in value.values())
-    )
-
-
-def _is_small(number: object) -> bool:
-    """A whole number that a float can be."""
-    return isinstance(number, int) and abs(number) < 2**1000
