@@ -548,7 +548,7 @@ class TrainSection(Section):
     head_chunk_rows: PositiveInt = 1024
     """Rows of logits alive at once: memory is this times the vocabulary."""
     init_from: str | None = None
-    """A drafter folder (z-lab format) or `target_layers`; null: random."""
+    """A drafter folder (z-lab's or speculators' format, a checkpoint or an export of ours) or `target_layers`; null: random."""
     checkpoint_every: PositiveInt = 500
     keep_checkpoints: PositiveInt = 2
     """Newest ones kept; the best by tree acceptance is kept besides."""

@@ -34,7 +34,7 @@ class RoundSeconds:
 def modelled_rows(
     rows: Sequence[Mapping[str, Any]], num_nodes: Sequence[float], cost: RoundSeconds
 ) -> list[dict[str, Any]]:
-    """rows: replay of all prompts, an acceptor each; num_nodes: mean nodes of a round, likewise.
+    """rows: replay of all prompts, an acceptor each; num_nodes: mean nodes of a tree, likewise, over all anchors.
 
     A budget chosen block by block is priced at its mean size, which flatters it a little (the cost is convex).
     """
