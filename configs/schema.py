@@ -471,7 +471,8 @@ class TrainSection(Section):
     anchors: Literal["uniform", "walk"] = "uniform"
     """uniform over response tokens; walk: a share of them where verify passes of the drafter as it is really start."""
     walk_share: Fraction = 0.5
-    """walk: at most this share of a document's blocks is at such starts, the rest uniform."""
+    """walk: this share of a document's blocks is drawn from such starts, as far as there are any; the rest uniformly from all that
+    remains."""
     walk_refresh_steps: PositiveInt = 200
     """walk: the coming documents are replayed again every so many steps, a forward over all their response tokens."""
     max_tokens: PositiveInt = 4096

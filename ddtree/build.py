@@ -114,10 +114,9 @@ def build_trees(top_log_probs: Tensor, budget: int) -> TreeBatch:
     return nodes.finish()
 
 
-def tree_thresholds(top_log_probs: Tensor, budgets: Sequence[int]) -> Tensor:
+def tree_thresholds(batch: TreeBatch, budgets: Sequence[int]) -> Tensor:
     """(N, len(budgets)) float32: the score of the B-th prefix, in nats; -inf where the tree has fewer nodes."""
-    scores = build_trees(top_log_probs, max(budgets)).scores
-    return scores[:, [budget - 1 for budget in budgets]]
+    return batch.scores[:, [budget - 1 for budget in budgets]]
 
 
 @dataclass

@@ -50,7 +50,7 @@ class Drafter(nn.Module):
 
         features: (B, S, D, H) target features, any float dtype, finite also where padded.
         block_embeddings: (B, N, K, H), see `block_embeddings`; K may be shorter than the config's block_size.
-        attention: auto (flex on CUDA, structured elsewhere), structured, flex or dense.
+        attention: auto (flex on CUDA; structured elsewhere, chunked for large batches), structured, chunked, flex or dense.
         """
         context = self.project_features(features)  # (B, S, H)
         context_rotate = self.rotation(layout.context_positions)

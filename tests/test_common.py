@@ -87,7 +87,7 @@ def test_a_folder_killed_between_its_two_names_gets_the_old_one_back(tmp_path: P
                     kill_self()
                 return rename(path, to)
 
-            Path.rename = die_at_second  # of the child alone
+            Path.rename = die_at_second  # pyright: ignore[reportAttributeAccessIssue]  # the child's alone
 
     folder.mkdir()
     (folder / "version").write_text("old")

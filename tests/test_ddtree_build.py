@@ -179,7 +179,7 @@ def test_a_log_prob_rounded_above_zero_never_beats_its_parent() -> None:
 
 def test_thresholds_are_the_scores_of_the_last_nodes() -> None:
     log_probs = torch.tensor([[[-0.1, -2.4], [-0.2, -2.0]], [[-0.5, -math.inf], [-math.inf] * 2]])
-    thresholds = tree_thresholds(log_probs, [1, 3, 6, 7])
+    thresholds = tree_thresholds(build_trees(log_probs, 7), [1, 3, 6, 7])
     expected = [[-0.1, -2.1, -4.4, -math.inf], [-0.5, -math.inf, -math.inf, -math.inf]]
     torch.testing.assert_close(thresholds, torch.tensor(expected), rtol=0, atol=1e-6)
 

@@ -16,6 +16,7 @@ from configs.load import load_config
 from data.feature_shards import FeatureRow
 from data.features import open_features
 from drafter.folder import load_drafter, resolve_checkpoint
+from evaluation.acceptance import PromptPasses
 from evaluation.decoded import Decoded
 from train.ablation.judge import (
     Judgement,
@@ -33,7 +34,7 @@ from train.ablation.live import (
     live_identity,
     live_path,
 )
-from train.ablation.live_table import live_markdown, live_rows
+from train.ablation.live_table import _of_shared_prompts, live_markdown, live_rows
 from train.ablation.pictures import draw_acceptance, draw_curves, mean_curve
 from train.ablation.runs import AblationRun, variants, warmups
 from train.ablation.settings import Ablation, read_ablation
@@ -236,7 +237,19 @@ def test_the_features_of_another_base_folder_are_linked_anew(tmp_path: Path) -> 
     run.share_features()
     moved = ablation.model_copy(update={"overrides": (f"run.output_dir={tmp_path / 'other'}",)})
     AblationRun(moved, "ce", 0).share_features()
-    assert (run.folder / "features").readlink() == tmp_path / "other" / "features"
+    for name in ("corpus", "features"):
+        assert (run.folder / name).readlink() == tmp_path / "other" / name
+
+
+def test_a_prompt_that_one_seed_ended_at_once_is_in_no_live_mean() -> None:
+    def seed(**passes: list[int]) -> list[PromptPasses]:
+        return [PromptPasses(name, "toy", tuple(emitted)) for name, emitted in passes.items()]
+
+    ours, base = _of_shared_prompts(
+        [seed(a=[2], b=[3, 1]), seed(a=[], b=[4])], [seed(a=[1], b=[1]), seed(a=[1], b=[2])]
+    )
+    assert ours.tolist() == [[2.0, 4.0]]
+    assert base.tolist() == [[1.0, 2.0]]
 
 
 def write_live(run: AblationRun, passes: dict[str, dict[str, list[int]]], identity: str) -> None:

@@ -65,6 +65,20 @@ def test_every_epoch_draws_anew_and_all_candidates_come_up() -> None:
     assert draw(mask, seed=0).positions.tolist() != draw(mask, seed=1).positions.tolist()
 
 
+def test_the_rest_is_uniform_over_what_the_starts_leave() -> None:
+    """105 candidates, 35 starts, half of 16 blocks at them: 27 of the other 97 candidates are starts as well."""
+    mask, starts = torch.ones(106, dtype=torch.bool), torch.arange(0, 105, 3)
+    ids = torch.zeros(106, dtype=torch.int64)
+    drawn = [
+        sample_anchors(ids, mask, 5, 16, 0, epoch, "sample", starts, 0.5) for epoch in range(400)
+    ]
+    at_starts = [int(torch.isin(anchors.positions, starts).sum()) for anchors in drawn]
+    assert at_starts == [anchors.num_at_starts for anchors in drawn]
+    assert min(at_starts) >= 8
+    expected = 8 * 27 / 97
+    assert abs(sum(at_starts) / 400 - 8 - expected) < 0.3  # five standard errors
+
+
 def test_a_document_without_two_neighbouring_response_tokens_has_no_anchor() -> None:
     for mask in ([False] * 6, [True, False, True, False, True], [True]):
         assert len(anchor_candidates(torch.tensor(mask))) == 0

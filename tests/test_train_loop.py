@@ -31,7 +31,7 @@ from configs.load import load_config
 from configs.schema import Config
 from drafter.folder import read_drafter_config, resolve_checkpoint
 from target.head import TargetHead, load_target_head
-from train.checkpoint import Checkpoints
+from train.checkpoint import Checkpoints, IndexEntry, best_entry
 from train.engine import join_process_group
 from train.loop import train_drafter
 
@@ -92,6 +92,17 @@ def test_newest_best_and_decay_start_are_kept(tmp_path: Path) -> None:
     assert {path.name for path in folder.glob("step-*")} == {
         e["folder"] for e in index["checkpoints"]
     }
+
+
+def test_only_acceptance_on_the_same_rows_is_compared() -> None:
+    def entry(step: int, accepted: float | None, judged_on: str) -> IndexEntry:
+        return IndexEntry(f"step-{step}", step, {}, accepted, judged_on)
+
+    easy, hard = entry(1, 4.5, "8 samples"), entry(2, 4.0, "64 samples")
+    later, unjudged = entry(3, 4.0, "64 samples"), entry(4, None, "64 samples")
+    assert best_entry([easy]) == easy
+    assert best_entry([easy, hard, later, unjudged]) == hard
+    assert best_entry([unjudged]) is None
 
 
 def test_a_kill_while_saving_leaves_the_checkpoint_before(
@@ -252,7 +263,13 @@ def test_wsd_is_continued_from_where_its_decay_began(
     # a half of 17 steps is warm-up, of 16 not: at step 8 all steps are the loss' own
     with pytest.raises(ValueError, match=r"this run has 17, .*; at most train\.steps=16 from here"):
         train_drafter(load_config(tmp_path / "tiny.yaml", ["train.steps=17"]), ONE_RANK)
-    assert "drops" not in caplog.text
+    head = Path(config.features_location) / "target_head.safetensors"
+    sound = head.read_bytes()
+    head.write_bytes(sound[:-1] + bytes([sound[-1] ^ 1]))
+    with pytest.raises(ValueError, match=r"target_head\.safetensors"):
+        train_drafter(load_config(tmp_path / "tiny.yaml", ["train.steps=15"]), ONE_RANK)
+    assert "drops" not in caplog.text, "a start that is refused costs no checkpoint"
+    head.write_bytes(sound)
     train_drafter(load_config(tmp_path / "tiny.yaml", ["train.steps=15"]), ONE_RANK)
     assert "continuing after step 8 drops step-00000010" in caplog.text
     curve = read_curve(config.run.folder)

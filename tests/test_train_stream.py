@@ -77,3 +77,14 @@ def test_three_sources_give_the_same_batches(
         )
         for a, b in both:
             assert_same(a, b)
+
+
+def test_too_many_bad_rows_stop_a_run_whose_features_are_computed_beside_it(
+    tiny_config: Callable[..., Config],
+) -> None:
+    """Row 6 has an id that no target can read."""
+    changes = [f"train.steps={STEPS}", "train.source=online", "extract.max_quarantined=0.0"]
+    config = make_run(tiny_config, *changes)
+    run_extract(config, ONE_RANK)
+    with pytest.raises(ValueError, match="1 of 110 rows failed their checks"):
+        list(batches_of(config))

@@ -39,17 +39,22 @@ def sample_anchors(
 ) -> Anchors:
     """At most `num_anchors` anchors drawn without replacement; a function of its arguments alone, never of the ranks.
 
-    input_ids, loss_mask: (S,). N is 0 for a document with no two neighbouring response tokens. starts: positions of which up
-    to `start_share` of the anchors are drawn first; None: all are drawn uniformly.
+    input_ids, loss_mask: (S,). N is 0 for a document with no two neighbouring response tokens. starts: positions of which
+    `start_share` of the anchors are drawn first, or all if there are fewer, and then the rest uniformly from what remains, of
+    which some are starts too; None: all are drawn uniformly.
     """
     candidates = anchor_candidates(loss_mask)
-    order = torch.randperm(len(candidates), generator=_generator(seed, epoch, sample_id))
+    generator = _generator(seed, epoch, sample_id)
+    order = torch.randperm(len(candidates), generator=generator)
     drawn = candidates[order]
     is_start = torch.zeros_like(drawn, dtype=torch.bool)
     if starts is not None:
         is_start = torch.isin(drawn, starts)
         first = is_start & (is_start.cumsum(0) <= round(start_share * num_anchors))
-        chosen = torch.cat([first.nonzero().flatten(), (~first).nonzero().flatten()])
+        rest = (~first).nonzero().flatten()
+        # in an order of its own: in the first one a start that is left over comes late, because it is left over
+        rest = rest[torch.randperm(len(rest), generator=generator)]
+        chosen = torch.cat([first.nonzero().flatten(), rest])
         drawn, is_start = drawn[chosen], is_start[chosen]
     positions = drawn[:num_anchors].sort().values
     slots = positions[:, None] + torch.arange(1, block_size)  # (N, K-1)

@@ -67,6 +67,8 @@ class IndexEntry:
     sha256: dict[str, str]
     tree_acceptance: float | None
     """Acceptance length of the tree at train.tree_budget on validation rows; null if not evaluated at this step."""
+    judged_on: str = ""
+    """Rows and temperature of that acceptance: only equal ones compare."""
     decay_start: bool = False
     """The last one before wsd's decay: kept, so that a finished run can be continued with more steps."""
 
@@ -88,6 +90,8 @@ class Checkpoints:
     """Newest ones kept, besides the best and the one where the decay starts."""
     frozen: Frozen | None = None
     """What they all share and none of them holds."""
+    judged_on: str = ""
+    """Of those that are saved now."""
 
     def entries(self) -> list[IndexEntry]:
         """Oldest first. Raises ValueError if the index is not one."""
@@ -163,7 +167,11 @@ class Checkpoints:
                     )
                     files = [*FILES, *([FROZEN_FILE] if self.frozen else [])]
                     sums = {file: sha256_file(aside / file) for file in files}
-                self._list(IndexEntry(folder.name, state.step, sums, tree_acceptance, decay_start))
+                self._list(
+                    IndexEntry(
+                        folder.name, state.step, sums, tree_acceptance, self.judged_on, decay_start
+                    )
+                )
 
     def _write_weights(self, folder: Path, engine: Engine, weights: dict[str, Tensor]) -> None:
         frozen = self.frozen.names if self.frozen else ()
@@ -230,6 +238,7 @@ class Checkpoints:
 
 
 def best_entry(entries: list[IndexEntry]) -> IndexEntry | None:
-    """By tree acceptance, the earlier of equals; None if none was evaluated."""
+    """By tree acceptance, the earlier of equals, of those judged as the newest one was; None if none was evaluated."""
     evaluated = [entry for entry in entries if entry.tree_acceptance is not None]
-    return max(evaluated, key=lambda entry: entry.tree_acceptance or 0.0, default=None)
+    comparable = [entry for entry in evaluated if entry.judged_on == evaluated[-1].judged_on]
+    return max(comparable, key=lambda entry: entry.tree_acceptance or 0.0, default=None)

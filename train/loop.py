@@ -94,16 +94,18 @@ def _train(config: Config, ranks: Ranks, inputs: Inputs) -> None:
     with raise_together(ranks):
         drafter = initial_drafter(config)
         if ranks.is_main:
-            inputs.checkpoints.forget_after(first_step)
-            checkpoints = inputs.checkpoints.with_frozen(drafter)
-            inputs = replace(inputs, checkpoints=checkpoints)
+            inputs = replace(inputs, checkpoints=inputs.checkpoints.with_frozen(drafter))
         require_same_target(config, inputs.features)
         head = load_target_head(
             inputs.features.checked_head(), ranks.device, DTYPES[config.train.dtype]
         )
     with raise_together(ranks):
         supply = open_supply(config, inputs.features, inputs.blocks, ranks)
-    Run(config, ranks, inputs, drafter, head, supply).train(first_step)
+    run = Run(config, ranks, inputs, drafter, head, supply)
+    with raise_together(ranks):
+        if ranks.is_main:  # only now: a start that is refused must not have cost a checkpoint
+            inputs.checkpoints.forget_after(first_step)
+    run.train(first_step)
 
 
 def read_inputs(config: Config) -> Inputs:
@@ -148,12 +150,17 @@ def read_inputs(config: Config) -> Inputs:
         raise ValueError(
             f"{features.location} has no rows of split `train`; lower data.test_fraction or add sources"
         )
+    validation = features.of_split("validation")[: config.train.eval_samples]
     return Inputs(
         features,
         entries,
-        features.of_split("validation")[: config.train.eval_samples],
+        validation,
         run_settings(config, features.location),
-        Checkpoints(config.run.folder / "checkpoints", config.train.keep_checkpoints),
+        Checkpoints(
+            config.run.folder / "checkpoints",
+            config.train.keep_checkpoints,
+            judged_on=f"{len(validation)} samples, drafter temperature {config.evaluation.unfitted_temperature:g}",
+        ),
         blocks,
     )
 
@@ -327,7 +334,9 @@ class Run:
             write_json(path, {"step": step, "sample_ids": samples})
         raise ValueError(
             f"loss or gradient of step {step} is not finite; the optimizer has not moved and the last checkpoint is good. "
-            f"The batch's sample ids are in {path}; lower train.learning_rate or look at these samples"
+            f"The batch's sample ids are in {path}. The same command takes this step again; to go on with a lower "
+            f"train.learning_rate or without these samples, give another run.output_dir "
+            f"and train.init_from=<a checkpoint of {self.inputs.checkpoints.folder}>"
         )
 
     def count(self, outcome: StepOutcome) -> None:

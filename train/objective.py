@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ddtree.build import build_trees
+from ddtree.build import build_trees, tree_thresholds
 from ddtree.replay import ranks_in
 from drafter.head import SparseLogProbs, sparse_log_probs
 from train.batches import MicroBatch
@@ -143,14 +143,12 @@ def _tree_statistics(
     assert scored.top_log_probs is not None
     trees = build_trees(scored.top_log_probs.view(*mask.shape, -1), max(mix.budgets))
     places = ranks_in(trees, ranks, mask.sum(1))
-    of_surrogate = [budget - 1 for budget in mix.surrogate_budgets]
+    of_surrogate = mix.surrogate_budgets if "tree_surrogate" in mix.losses else ()
     return TreeStatistics(
         # by place, never by comparing scores: DESIGN section 6
         in_tree=places <= mix.tree_budget,
-        threshold=trees.scores[:, mix.tree_budget - 1],
-        surrogate_thresholds=trees.scores[:, of_surrogate]
-        if "tree_surrogate" in mix.losses
-        else trees.scores[:, :0],
+        threshold=tree_thresholds(trees, [mix.tree_budget])[:, 0],
+        surrogate_thresholds=tree_thresholds(trees, of_surrogate),
     )
 
 

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from data.codecs import decode, encode
 from data.corpus import CorpusRow
+from data.feature_manifest import QuarantinedRow
 from data.feature_shards import FeatureRow
 from data.features import RowEntry
 from extract.batches import CorpusSlice, length_batches
@@ -22,6 +23,7 @@ from extract.checks import ids_problem
 from extract.slices import extract_slice
 from extract.stream_plan import StreamPlan
 from extract.stream_ring import block_of
+from extract.work import require_few
 from target.load import Target
 from train.order import WindowOrder
 from train.sources import AnyRow, OwnSamples, Source, absent_row
@@ -35,6 +37,7 @@ class OnlineSource(Source):
         self.plan, self.order, self.target, self.tap_rms = plan, order, target, tap_rms
         self._needed: dict[int, set[str]] = {}  # sample ids by window
         self._rows: dict[str, FeatureRow | None] = {}  # None: failed its checks
+        self._quarantined: dict[str, QuarantinedRow] = {}
         self._batches = lru_cache(maxsize=4 * plan.windows.sequence.window)(self._make_batches)
 
     def prepare(self, consumed: int, own: OwnSamples) -> None:
@@ -73,9 +76,14 @@ class OnlineSource(Source):
             if row.sample_id in kept:
                 self._rows[row.sample_id] = self._as_stored(row)
         for row in extracted.quarantined:
-            logger.warning("sample %s is not trained on: %s", row.sample_id, row.reason)
+            if row.sample_id not in self._quarantined:
+                logger.warning("sample %s is not trained on: %s", row.sample_id, row.reason)
+            self._quarantined[row.sample_id] = row
             if row.sample_id in kept:
                 self._rows[row.sample_id] = None
+        plan = self.plan
+        most = plan.config.extract.max_quarantined
+        require_few(self._quarantined.values(), len(plan.rows.lengths), most)
 
     def _make_batches(self, block: int) -> list[list[CorpusRow]]:
         """The rows of a block as extraction batches them; rows whose ids cannot be read are each alone."""

@@ -104,8 +104,11 @@ def _row(
     own: Sequence[tuple[Judgement, LiveJudgement]],
     base: Sequence[tuple[Judgement, LiveJudgement]],
 ) -> LiveRow:
-    ours, others = (means_by_seed([live.of(key) for _, live in seeds]) for seeds in (own, base))
-    replay = means_by_seed([_replayed(judgement, live, key) for judgement, live in own])
+    ours, others, replay = _of_shared_prompts(
+        [live.of(key) for _, live in own],
+        [live.of(key) for _, live in base],
+        [_replayed(judgement, live, key) for judgement, live in own],
+    )
     pairs = np.stack([others.mean(1), ours.mean(1)], 1)  # (prompts, 2)
     decodes = [
         (judgement.fitted[prompt][key], by_key[key], live.is_record[prompt][key])
@@ -126,6 +129,14 @@ def _row(
         num_as_replayed=sum(replayed[: len(live)] == live for replayed, live, _ in decodes),
         num_as_recorded=sum(is_record for _, _, is_record in decodes),
     )
+
+
+def _of_shared_prompts(*groups: list[list[PromptPasses]]) -> list[np.ndarray]:
+    """(prompts, seeds) means of each group, of the prompts with a pass in all of them: a sampled decode may end at once."""
+    everything = [passes for seeds in groups for passes in seeds]
+    shared = set.intersection(*({p.prompt_id for p in found if p.passes} for found in everything))
+    kept = [[[p for p in found if p.prompt_id in shared] for found in seeds] for seeds in groups]
+    return [means_by_seed(seeds) for seeds in kept]
 
 
 def _replayed(judgement: Judgement, live: LiveJudgement, key: str) -> list[PromptPasses]:

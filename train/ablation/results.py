@@ -13,7 +13,7 @@ from train.ablation.table import ablation_rows, markdown, to_json, training_curv
 
 
 def write_results(ablation: Ablation, prompts: PromptSet, name: str) -> str:
-    """Write NAME.md, .json and .svg, curves.json and .svg; gives the tables as text.
+    """Write NAME.md, .json and .svg, and when judging curves.json and .svg; gives the tables as text.
 
     Raises FileNotFoundError naming a run that is not judged, or not decoded live where that is asked for.
     """
@@ -28,9 +28,10 @@ def write_results(ablation: Ablation, prompts: PromptSet, name: str) -> str:
         "live": [asdict(row) for row in live],
     }
     write_json(folder / f"{name}.json", result)
-    write_json(folder / "curves.json", training_curves(ablation))
     with atomic_path(folder / f"{name}.md") as aside:
         aside.write_text(tables, encoding="utf-8")
     draw_acceptance(folder / f"{name}.svg", ablation, rows)
-    draw_curves(folder / "curves.svg", ablation)
+    if prompts == "judge":  # a confirmation is of some variants only, and no other training
+        write_json(folder / "curves.json", training_curves(ablation))
+        draw_curves(folder / "curves.svg", ablation)
     return tables

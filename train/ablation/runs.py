@@ -52,7 +52,8 @@ class AblationRun:
     def _own(self) -> list[str]:
         if self.name == WARMUP:
             # left at full rate: the variants' own decay follows
-            return ["train.loss=ce", "train.schedule=wsd", "train.lr_decay_fraction=0"]
+            plain = ["train.loss=ce", "train.soft_label_share=0"]
+            return [*plain, "train.schedule=wsd", "train.lr_decay_fraction=0"]
         start = resolve_checkpoint(self.warmup.folder / "checkpoints", "last")
         return [
             f"train.init_from={start}",
@@ -62,16 +63,18 @@ class AblationRun:
         ]
 
     def share_features(self) -> None:
-        """Link the base recipe's features into the run's folder, unless its extract.folder names them already."""
-        if base_config(self.ablation).extract.folder is not None:
-            return
-        link = self.folder / "features"
-        base = base_config(self.ablation).run.folder / "features"
-        link.parent.mkdir(parents=True, exist_ok=True)
-        if link.is_symlink() and link.resolve() != base.resolve():
-            link.unlink()  # the base recipe's folder is another one now
-        if not link.is_symlink():
-            link.symlink_to(base.resolve(), target_is_directory=True)
+        """Link the base recipe's corpus (train.shuffle_window reads it) and features into the run's folder.
+
+        Not the features where its extract.folder names them already.
+        """
+        base = base_config(self.ablation)
+        self.folder.mkdir(parents=True, exist_ok=True)
+        for name in ("corpus", *(("features",) if base.extract.folder is None else ())):
+            link, shared = self.folder / name, (base.run.folder / name).resolve()
+            if link.is_symlink() and link.resolve() != shared:
+                link.unlink()  # the base recipe's folder is another one now
+            if not link.is_symlink():
+                link.symlink_to(shared, target_is_directory=True)
 
 
 def base_config(ablation: Ablation) -> Config:

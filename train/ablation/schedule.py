@@ -12,11 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
-import torch
-
 from common.progress import Progress
 from common.storage import open_storage
 from data.feature_manifest import MANIFEST_FILE
+from extract.launch import visible_gpus
 from train.ablation.runs import AblationRun, base_config
 from train.ablation.settings import Ablation
 
@@ -73,8 +72,8 @@ def make_features(ablation: Ablation) -> None:
 def _start(path: Path, run: AblationRun, slot: int, arguments: Sequence[str]) -> Job:
     run.folder.mkdir(parents=True, exist_ok=True)
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    if torch.cuda.is_available():
-        environment["CUDA_VISIBLE_DEVICES"] = str(slot % torch.cuda.device_count())
+    if gpus := visible_gpus():
+        environment["CUDA_VISIBLE_DEVICES"] = gpus[slot % len(gpus)]
     log = (run.folder / "ablation.log").open("ab")
     command = [sys.executable, "-m", "train.ablation", str(path), "--run", run.name]
     command += ["--seed", str(run.seed), *arguments]
