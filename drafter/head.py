@@ -10,6 +10,7 @@ so the forward pass keeps h, and backward is a gather and a subtraction. Derived
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -45,8 +46,7 @@ def sparse_log_probs(
     """
     assert not head.requires_grad, "the head is the target's and frozen"
     assert token_ids.shape[0] == hidden.shape[0], (token_ids.shape, hidden.shape)
-    if not hidden.is_cuda:
-        chunk_rows = min(chunk_rows, max(MIN_CHUNK_ROWS, CPU_CHUNK_BYTES // (4 * len(head))))
+    chunk_rows = _fitting(chunk_rows, hidden, head)
     needs_grad = hidden.requires_grad and torch.is_grad_enabled()
     log_probs, top_log_probs, top_ids = _SparseLogProbs.apply(
         hidden, head, token_ids, top_k, chunk_rows, temperature, needs_grad
@@ -54,6 +54,37 @@ def sparse_log_probs(
     if top_k == 0:
         return SparseLogProbs(log_probs, None, None)
     return SparseLogProbs(log_probs, top_log_probs, top_ids)
+
+
+@torch.no_grad()
+def log_probs_at(
+    hidden: Tensor,
+    head: Tensor,
+    token_ids: Tensor,
+    top_k: int,
+    temperatures: Sequence[float | Tensor],
+    chunk_rows: int = 1024,
+) -> list[SparseLogProbs]:
+    """`sparse_log_probs` at each temperature, the same bits, without gradient: the product with the head is made once for all."""
+    dtype = torch.promote_types(hidden.dtype, torch.float32)
+    chunk_rows = _fitting(chunk_rows, hidden, head)
+    found: list[list[tuple[Tensor, ...]]] = [[] for _ in temperatures]
+    for start in range(0, len(hidden), chunk_rows):
+        chunk = slice(start, start + chunk_rows)
+        logits = _matmul(hidden[chunk].to(head.dtype), head.T, dtype)
+        for place, temperature in enumerate(temperatures):
+            of_rows = temperature[chunk, None] if isinstance(temperature, Tensor) else temperature
+            own = logits if place == len(temperatures) - 1 else logits.clone()  # is overwritten
+            found[place].append(
+                _read(own, head, token_ids[chunk], top_k, of_rows, needs_mean=False)[:3]
+            )
+    return [SparseLogProbs(*map(torch.cat, zip(*chunks, strict=True))) for chunks in found]
+
+
+def _fitting(chunk_rows: int, hidden: Tensor, head: Tensor) -> int:
+    if hidden.is_cuda:
+        return chunk_rows
+    return min(chunk_rows, max(MIN_CHUNK_ROWS, CPU_CHUNK_BYTES // (4 * len(head))))
 
 
 class _SparseLogProbs(torch.autograd.Function):
@@ -119,6 +150,18 @@ def _scan(
     A function of its own, so that one chunk's logits are gone before the next one's are made.
     """
     logits = _matmul(hidden.to(head.dtype), head.T, dtype)  # (R, V)
+    return _read(logits, head, token_ids, top_k, temperature, needs_mean)
+
+
+def _read(
+    logits: Tensor,
+    head: Tensor,
+    token_ids: Tensor,
+    top_k: int,
+    temperature: float | Tensor,
+    needs_mean: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """`_scan` of logits (R, V), which are overwritten."""
     if isinstance(temperature, Tensor) or temperature != 1.0:
         logits = logits.div_(temperature)
     asked = logits.gather(1, token_ids)
@@ -128,7 +171,7 @@ def _scan(
     weights = logits.sub_(peak).exp_()
     total = weights.sum(-1, keepdim=True)
     normaliser = peak + total.log()
-    mean = _matmul(weights.to(head.dtype), head, dtype).div_(total) if needs_mean else asked
+    mean = _matmul(weights.to(head.dtype), head, logits.dtype).div_(total) if needs_mean else asked
     return asked - normaliser, values - normaliser, top_ids, mean
 
 

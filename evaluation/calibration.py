@@ -119,13 +119,13 @@ class Blocks:
         return self.recorded & torch.cat([torch.ones_like(is_node[:, :1]), is_node], 1)
 
     def _ranks(self, part: slice, temperatures: Tensor, budget: int) -> Tensor:
-        scores = score_slots(
+        [scores] = score_slots(
             self.hidden[part],
             self.gold[part],
             self.num_gold[part],
             self.head,
             budget,
-            temperatures.float(),
+            [temperatures.float()],
             self.chunk_rows,
         )
         trees = build_trees(scores.top_log_probs, budget)

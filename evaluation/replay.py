@@ -48,7 +48,7 @@ class ReplayOptions:
     cost: RoundCost | None = None
     """For tree_cost."""
     compares_unfitted: bool = False
-    """Also replay everything at drafter temperature 1, in a second pass over the vocabulary."""
+    """Also replay everything at drafter temperature 1."""
 
     @property
     def acceptors(self) -> list[Acceptor]:
@@ -139,10 +139,10 @@ def replay_row(
         for start in range(0, response.num_drafted, options.anchors_per_forward):
             anchors = range(start, min(start + options.anchors_per_forward, response.num_drafted))
             drafted = draft_anchors(drafter, head, row, response, anchors)
-            for tally in tallies:
-                tally.add(
-                    drafted.scores(head, num_children, tally.temperatures, options.head_chunk_rows)
-                )
+            temperatures = [tally.temperatures for tally in tallies]
+            scores = drafted.scores(head, num_children, temperatures, options.head_chunk_rows)
+            for tally, at_own in zip(tallies, scores, strict=True):
+                tally.add(at_own)
         for tally in tallies:
             tally.end_response(response.num_drafted)
     found, *plain = [tally.finish(row) for tally in tallies]

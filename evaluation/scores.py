@@ -5,13 +5,14 @@ Shapes: S tokens of the row, N anchors, K block size, L = K-1 slots, D taps, H h
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from data.features import FeatureRow
-from drafter.head import sparse_log_probs
+from drafter.head import SparseLogProbs, log_probs_at
 from drafter.model import BlockLayout, Drafter, block_embeddings
 from target.head import TargetHead
 
@@ -66,10 +67,10 @@ class DraftedBlocks:
         self,
         head: TargetHead,
         num_children: int,
-        temperatures: Tensor | None = None,
+        temperatures: Sequence[Tensor],
         head_chunk_rows: int = 1024,
-    ) -> SlotScores:
-        """One pass over the vocabulary. temperatures: (L,) float32 of the slots; None: 1."""
+    ) -> list[SlotScores]:
+        """At each of `temperatures`, (L,) float32 of the slots; one product with the head for all."""
         return score_slots(
             self.hidden,
             self.gold,
@@ -112,8 +113,10 @@ def score_anchors(
 
     temperatures: (L,) float32 of the slots; None: 1.
     """
+    if temperatures is None:
+        temperatures = torch.ones(drafter.config.block_size - 1)
     drafted = draft_anchors(drafter, head, row, response, anchors)
-    return drafted.scores(head, num_children, temperatures, head_chunk_rows)
+    return drafted.scores(head, num_children, [temperatures], head_chunk_rows)[0]
 
 
 def score_slots(
@@ -122,30 +125,33 @@ def score_slots(
     num_gold: Tensor,
     head: TargetHead,
     num_children: int,
-    temperatures: Tensor | None = None,
+    temperatures: Sequence[Tensor],
     head_chunk_rows: int = 1024,
-) -> SlotScores:
-    """Scores of blocks whose slot states are known: hidden (N, L, H), gold (N, L), num_gold (N,). One pass over the vocabulary."""
+) -> list[SlotScores]:
+    """Scores of blocks whose slot states are known: hidden (N, L, H), gold (N, L), num_gold (N,); at each of `temperatures`, (L,)
+    float32 of the slots, with one product with the head for all."""
     num_children = min(num_children, len(head.head))
-    found = sparse_log_probs(
+    found = log_probs_at(
         hidden.flatten(0, 1),
         head.head,
         gold.reshape(-1, 1),
-        top_k=num_children,
-        chunk_rows=head_chunk_rows,
-        temperature=1.0
-        if temperatures is None
-        else temperatures.to(hidden.device).repeat(len(hidden)),
+        num_children,
+        [values.to(hidden.device).repeat(len(hidden)) for values in temperatures],
+        head_chunk_rows,
     )
+    return [_of_slots(scored, gold, num_gold, num_children) for scored in found]
+
+
+def _of_slots(
+    found: SparseLogProbs, gold: Tensor, num_gold: Tensor, num_children: int
+) -> SlotScores:
     assert found.top_log_probs is not None
     assert found.top_ids is not None
-    top_ids = found.top_ids.view(*gold.shape, num_children)
-    is_gold = top_ids == gold[..., None]
-    ranks = torch.where(is_gold.any(-1), is_gold.int().argmax(-1), num_children)
+    is_gold = found.top_ids.view(*gold.shape, num_children) == gold[..., None]
     return SlotScores(
         top_log_probs=found.top_log_probs.view(*gold.shape, num_children),
         gold_log_probs=found.log_probs.view(gold.shape),
-        gold_child_ranks=ranks,
+        gold_child_ranks=torch.where(is_gold.any(-1), is_gold.int().argmax(-1), num_children),
         num_gold=num_gold,
     )
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from drafter.head import ordered_top_k, sparse_log_probs
+from drafter.head import log_probs_at, ordered_top_k, sparse_log_probs
 
 ROWS, HIDDEN, VOCAB, ASKED = 23, 12, 91, 5
 
@@ -132,3 +132,15 @@ def test_no_gradient_needed_no_second_matmul():
     with torch.profiler.profile() as profile:
         sparse_log_probs(hidden, head, ids)
     assert sum(event.name == "aten::mm" for event in profile.events() or []) == 1
+
+
+def test_several_temperatures_of_one_product_are_the_same_bits() -> None:
+    generator = torch.Generator().manual_seed(5)
+    hidden, head = (torch.randn(n, 16, generator=generator) for n in (300, 70))
+    asked = torch.randint(70, (300, 2), generator=generator)
+    temperatures = [0.7, torch.rand(300, generator=generator) + 0.5, 1.0]
+    found = log_probs_at(hidden, head, asked, 9, temperatures, chunk_rows=128)
+    for scored, temperature in zip(found, temperatures, strict=True):
+        alone = sparse_log_probs(hidden, head, asked, 9, 128, temperature)
+        for name, value in vars(alone).items():
+            assert torch.equal(getattr(scored, name), value), name
