@@ -48,9 +48,8 @@ def main(options: argparse.Namespace) -> None:
     run_all(path, waiting, options.jobs, ["--confirm"] if options.confirm else [])
     name, folder = "confirm" if options.confirm else "ablation", ablation.output_dir
     print(write_results(ablation, prompts, name))
-    print(
-        f"written to {folder / name}.md, .json, .svg; training curves to {folder / 'curves'}.json, .svg"
-    )
+    curves = "" if options.confirm else f"; training curves to {folder / 'curves'}.json, .svg"
+    print(f"written to {folder / name}.md, .json, .svg{curves}")
 
 
 def _one_run(ablation: Ablation, options: argparse.Namespace) -> None:
