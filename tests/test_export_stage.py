@@ -194,12 +194,14 @@ def test_card_has_what_a_reader_of_the_hub_looks_for(run):
     ]
     report["rows"] = [*report["rows"], *more]
     report["lossless"] = {"num_prompts": 2, "num_equal": 2}
+    report["facts"] = {"live dtype": "bfloat16"}
     write_json(run.run.folder / "evaluation" / "report.json", report)
     text = (export_drafter(config, published_as="me/drafter").folder / "README.md").read_text()
     assert "base_model: owner/target\n" in text
     assert "when the chain is verified and 2.35 with a draft tree of 64 nodes" in text
     assert "| code | 3 | 3.25 |" in text
-    assert "on 2 of 2 prompts decoded live" in text
+    assert "**Live** decoding in bfloat16" in text
+    assert "on 2 of 2 prompts decoded live. In bfloat16 two tokens may tie" in text
     assert "| gsm8k | MIT | 0 | 0 |" in text
     assert '"model": "me/drafter", "num_speculative_tokens": 3' in text
     assert "vllm serve owner/target" in text
