@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import signal
+import threading
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -76,7 +77,7 @@ def test_a_tiny_target_that_cannot_be_made_leaves_nothing(
                 "drafter.mask_token_id=200",
             ],
         )
-    assert not list(tmp_path.iterdir())
+    assert [path.name for path in tmp_path.iterdir()] == [".lock"]
 
 
 @pytest.mark.parametrize("family", [*FAMILIES, HYBRID])
@@ -329,9 +330,9 @@ def test_a_kill_while_the_target_is_made_leaves_no_folder(
             os._exit(1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
     assert not model.exists()
-    assert len(list(model.parent.iterdir())) == 1  # what was left aside
+    assert len(list(model.parent.iterdir())) == 2  # the lock's file and what was left aside
     prepare_target(killed)
-    assert [p.name for p in model.parent.iterdir()] == ["t"]
+    assert {p.name for p in model.parent.iterdir()} == {".lock", "t"}
     weights = (Path(config.target.model) / "model.safetensors").read_bytes()
     assert (model / "model.safetensors").read_bytes() == weights
 
@@ -414,3 +415,33 @@ def test_a_head_file_cut_short_says_what_to_do(tiny_target: MakeTarget, tmp_path
     path.write_bytes(path.read_bytes()[:-100])
     with pytest.raises(ValueError, match=r"cut short.*delete it and run the extract stage again"):
         load_target_head(path, "cpu", torch.float32)
+
+
+def test_a_target_that_another_run_makes_is_waited_for_and_left_alone(
+    tiny_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Recipes may share a target; the second one's cleaning must not take the first one's files."""
+    model = tmp_path / "targets" / "t"
+    config = tiny_config("llama")
+    section = config.target.model_copy(update={"model": str(model)})
+    shared = config.model_copy(update={"target": section})
+    started, ended = threading.Event(), threading.Event()
+
+    def make_slowly(folder: Path, *_: object) -> None:
+        (folder / "config.json").write_text("{}")
+        started.set()
+        ended.wait(10)
+        assert (folder / "config.json").is_file()
+
+    def never(*_: object) -> None:
+        pytest.fail("it is there already")
+
+    monkeypatch.setattr(prepare, "write_tiny_target", make_slowly)
+    first = threading.Thread(target=prepare_target, args=(shared,))
+    first.start()
+    assert started.wait(10)
+    monkeypatch.setattr(prepare, "write_tiny_target", never)
+    threading.Timer(0.5, ended.set).start()
+    prepare_target(shared)
+    first.join()
+    assert (model / "config.json").read_text() == "{}"
