@@ -474,7 +474,7 @@ class TrainSection(Section):
     """walk: this share of a document's blocks is drawn from such starts, as far as there are any; the rest uniformly from all that
     remains."""
     walk_refresh_steps: PositiveInt = 200
-    """walk: the coming documents are replayed again every so many steps, a forward over all their response tokens."""
+    """walk: the coming documents are decoded again, from their records, every so many steps: a block a verify pass."""
     max_tokens: PositiveInt = 4096
     """Longer documents are cut here in training."""
     loss: LossName | dict[LossName, float] = "tree"

@@ -56,6 +56,13 @@ class ContextCache:
         for row, part in given:
             self.lengths[row] += len(part)
 
+    def seek(self, row: int, length: int) -> None:
+        """Draft the row's next block from the anchor at `length`; what was appended from there on is kept, out of sight.
+
+        Then a known sequence is appended once, and drafted from anywhere in it.
+        """
+        self.lengths[row] = length
+
     def visible(self, layer: int, start: int) -> KeysValues:
         """The layer's buffers from `start` to the longest row's end, (R, S, G, E): views."""
         held, end = self._layers[layer], max(self.lengths)

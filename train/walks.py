@@ -1,14 +1,20 @@
 """Where real verify passes start: anchors that decoding meets, instead of any response token.
 
-Every `train.walk_refresh_steps` steps the documents of the steps to come are replayed with the drafter as it is, at
+Every `train.walk_refresh_steps` steps the documents of the steps to come are decoded again with the drafter as it is, at
 train.tree_budget; the starts of the passes are kept until the next time, in checkpoints too, so that a run continues exactly.
-A document's starts depend on the drafter and the document alone, never on ranks.
+A document's starts depend on the drafter and the document alone, not on ranks (but for near-ties that rounding flips).
+
+The recorded response says what each pass accepts (evaluation/replay.py), so a pass costs one block. Replay drafts from every
+token instead, which answers for every budget but is several times the work; here many documents walk together.
+
+R documents at once, K block size, L = K-1 slots.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -17,15 +23,19 @@ from torch import Tensor, nn
 from common.distributed import Ranks, raise_together
 from common.progress import Progress
 from configs.schema import TrainSection
-from data.features import FeatureSet, RowEntry
-from drafter.model import Drafter
-from evaluation.acceptors import tree_acceptor
-from evaluation.replay import ReplayOptions, replay_row
-from evaluation.scores import find_responses
+from data.features import FeatureRow, FeatureSet, RowEntry
+from ddtree.build import build_trees
+from ddtree.replay import accepted, ranks_in
+from drafter.cache import ContextCache, draft
+from drafter.model import Drafter, block_embeddings
+from evaluation.scores import Response, find_responses, score_slots
 from target.head import TargetHead
 
 WalkStarts = dict[str, list[int]]
 """By sample id, positions of the anchors of a document's verify passes, rising."""
+
+MAX_DOCUMENTS, MAX_CACHED_TOKENS = 64, 2**17
+"""Walked at once on a rank, at most: with eight key-value heads of 128 in five layers 2.7 GB of context in bfloat16."""
 
 
 def find_walk_starts(
@@ -38,35 +48,134 @@ def find_walk_starts(
 ) -> WalkStarts:
     """Of the distinct `entries`, shared out to the ranks. Collective; the same on every rank."""
     distinct = list({entry.sample_id: entry for entry in entries}.values())
-    own = distinct[ranks.rank :: ranks.world_size]
-    options = ReplayOptions(
-        (train.tree_budget,), head_chunk_rows=train.head_chunk_rows, names=("tree",)
-    )
-    key = tree_acceptor(train.tree_budget).key
+    # the longest first, so that the last documents walk alone for a short while only
+    own = sorted(distinct[ranks.rank :: ranks.world_size], key=lambda entry: -entry.num_tokens)
+    rows = (features.read(entry) for entry in own)
+    num_tokens = min(max((entry.num_tokens for entry in own), default=1), train.max_tokens)
     found: WalkStarts = {}
     was_training = drafter.training
     drafter.eval()
     progress = Progress("walk starts", len(own), "documents")
     with raise_together(ranks):
-        for entry in own:
-            row = features.read(entry)
-            passes = replay_row(drafter, head, row, options).passes[key]
-            found[entry.sample_id] = pass_starts(row.loss_mask, passes)
+        for sample_id, starts in walk_documents(drafter, head, rows, train, num_tokens):
+            found[sample_id] = starts
             progress.advance()
     drafter.train(was_training)
     return _merged(found, ranks)
 
 
-def pass_starts(loss_mask: Tensor, passes: Sequence[int]) -> list[int]:
-    """Positions of the anchors of `passes`, tokens emitted by each, over the responses of one document in turn."""
-    starts, emitted = [], iter(passes)
-    for response in find_responses(loss_mask):
-        done = 0
-        while done < response.num_drafted:
-            starts.append(response.first + done)
-            done += next(emitted)
-    assert next(emitted, None) is None, "passes beyond the document's responses"
-    return starts
+@torch.no_grad()
+def walk_documents(
+    drafter: Drafter,
+    head: TargetHead,
+    rows: Iterator[FeatureRow],
+    train: TrainSection,
+    num_tokens: int,
+    max_documents: int = MAX_DOCUMENTS,
+) -> Iterator[tuple[str, list[int]]]:
+    """Sample id and pass starts of every document, as they end; they are cut at `num_tokens`, the longest one's.
+
+    A document that ends gives its place in the cache to the next.
+    """
+    size = max(1, min(max_documents, MAX_CACHED_TOKENS // num_tokens))
+    walks = _Walks(drafter, head, train, num_tokens, size)
+    places: list[Walk | None] = [None] * size
+    while True:
+        for place in range(size):
+            while places[place] is None and (row := next(rows, None)) is not None:
+                walk = Walk(row.sample_id, find_responses(row.loss_mask[:num_tokens]), [])
+                if walk.begin_response():
+                    walks.append(place, row)
+                    places[place] = walk
+                else:
+                    yield walk.sample_id, walk.starts
+        if not any(places):
+            return
+        for place, (walk, count) in enumerate(zip(places, walks.accepted(places), strict=True)):
+            if walk is not None and not walk.advance(count):
+                yield walk.sample_id, walk.starts
+                places[place] = None
+
+
+@dataclass
+class Walk:
+    """One document on its way."""
+
+    sample_id: str
+    responses: list[Response]
+    """The one at hand comes first."""
+    starts: list[int]
+
+    @property
+    def last(self) -> int:
+        """Position of the last token of the response at hand."""
+        return self.responses[0].first + self.responses[0].num_drafted
+
+    def begin_response(self) -> bool:
+        """Stand at the next response's first token; False if none is left."""
+        if self.responses:
+            self.starts.append(self.responses[0].first)
+        return bool(self.responses)
+
+    def advance(self, num_accepted: int) -> bool:
+        """Past the draft tokens that were accepted and the bonus token; False at the document's end."""
+        following = self.starts[-1] + num_accepted + 1
+        if following < self.last:
+            self.starts.append(following)
+            return True
+        del self.responses[0]
+        return self.begin_response()
+
+
+class _Walks:
+    """The tensors of R documents: contexts in a cache, tokens beside it."""
+
+    def __init__(
+        self, drafter: Drafter, head: TargetHead, train: TrainSection, num_tokens: int, size: int
+    ):
+        self.drafter, self.head, self.train = drafter, head, train
+        self.cache = ContextCache(drafter, num_tokens, size)
+        self.input_ids = torch.zeros(
+            (size, num_tokens), dtype=torch.int64, device=head.embedding.device
+        )
+        self.num_children = min(train.tree_budget, len(head.head))
+
+    def append(self, place: int, row: FeatureRow) -> None:
+        """The whole document, of which drafts see what stands before their anchors."""
+        count = min(len(row.input_ids), self.input_ids.shape[1])
+        features: list[Tensor | None] = [None] * len(self.cache.lengths)
+        features[place] = row.features[:count].to(self.input_ids.device)
+        self.cache.start(place)
+        self.cache.append(features)
+        self.input_ids[place, :count] = row.input_ids[:count].to(self.input_ids.device)
+
+    def accepted(self, places: Sequence[Walk | None]) -> list[int]:
+        """Draft tokens that a pass from each document's anchor accepts: one forward, and one transfer back."""
+        config, device = self.drafter.config, self.input_ids.device
+        for place, walk in enumerate(places):
+            if walk is not None:
+                self.cache.seek(place, walk.starts[-1])
+        ends = [0 if walk is None else walk.last for walk in places]
+        starts, lasts = torch.tensor([self.cache.lengths, ends], device=device)
+        slots = torch.arange(1, config.block_size, device=device)
+        tokens = self.input_ids.gather(1, starts[:, None])  # (R, 1)
+        wanted = torch.minimum(starts[:, None] + slots, lasts[:, None])
+        blocks = block_embeddings(
+            self.head.embedding, tokens, config.mask_token_id, config.block_size
+        )
+        num_gold = (lasts - starts).clamp(0, len(slots))
+        [scores] = score_slots(
+            draft(self.drafter, self.cache, blocks[:, 0])[:, 1:],
+            self.input_ids.gather(1, wanted),
+            num_gold,
+            self.head,
+            self.num_children,
+            [torch.ones(len(slots))],
+            self.train.head_chunk_rows,
+        )
+        trees = build_trees(scores.top_log_probs, self.train.tree_budget)
+        ranks = ranks_in(trees, scores.gold_child_ranks, num_gold)
+        return accepted(ranks, num_gold, self.train.tree_budget).tolist()
 
 
 def _merged(own: WalkStarts, ranks: Ranks) -> WalkStarts:
