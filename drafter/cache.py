@@ -27,7 +27,8 @@ class ContextCache:
         self.lengths = [0] * num_sequences
         """Context tokens a row; the next draft's anchor stands at this position."""
         config, weight = drafter.config, drafter.fc.weight
-        shape = (num_sequences, max_tokens, config.num_key_value_heads, config.head_dim)
+        # a head's tokens lie together, as the matmuls over them want: no draft copies the context
+        shape = (num_sequences, config.num_key_value_heads, max_tokens, config.head_dim)
         # zeros: what a shorter row does not have is hidden by a weight of 0, which a NaN would survive
         self._layers = [
             KeysValues(weight.new_zeros(shape), weight.new_zeros(shape))
@@ -51,8 +52,8 @@ class ContextCache:
         rotate = self.drafter.rotation(positions[None])
         for layer, held in zip(self.drafter.layers, self._layers, strict=True):
             new = cast(Layer, layer).self_attn.keys_values(context, rotate)
-            held.keys[rows, positions] = new.keys[0]
-            held.values[rows, positions] = new.values[0]
+            held.keys[rows, :, positions] = new.keys[0]
+            held.values[rows, :, positions] = new.values[0]
         for row, part in given:
             self.lengths[row] += len(part)
 
@@ -66,7 +67,8 @@ class ContextCache:
     def visible(self, layer: int, start: int) -> KeysValues:
         """The layer's buffers from `start` to the longest row's end, (R, S, G, E): views."""
         held, end = self._layers[layer], max(self.lengths)
-        return KeysValues(held.keys[:, start:end], held.values[:, start:end])
+        seen = [kept[:, :, start:end].transpose(1, 2) for kept in (held.keys, held.values)]
+        return KeysValues(*seen)
 
     def first_seen(self, window: int | None) -> int:
         """The first position that a draft of any row may see in a layer of this window."""
@@ -79,7 +81,7 @@ class ContextCache:
             for row, count in counts
             for position in range(self.lengths[row], self.lengths[row] + count)
         ]
-        size, last = self._layers[0].keys.shape[1], max(position for _, position in places)
+        size, last = self._layers[0].keys.shape[2], max(position for _, position in places)
         assert last < size, f"the cache was made for fewer tokens than {last + 1}"
         rows, positions = torch.tensor(places).T.contiguous().to(self._layers[0].keys.device)
         return rows, positions

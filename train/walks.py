@@ -15,6 +15,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 
 import torch
 import torch.distributed as dist
@@ -48,20 +49,30 @@ def find_walk_starts(
 ) -> WalkStarts:
     """Of the distinct `entries`, shared out to the ranks. Collective; the same on every rank."""
     distinct = list({entry.sample_id: entry for entry in entries}.values())
-    # the longest first, so that the last documents walk alone for a short while only
-    own = sorted(distinct[ranks.rank :: ranks.world_size], key=lambda entry: -entry.num_tokens)
-    rows = (features.read(entry) for entry in own)
-    num_tokens = min(max((entry.num_tokens for entry in own), default=1), train.max_tokens)
+    own = distinct[ranks.rank :: ranks.world_size]
     found: WalkStarts = {}
     was_training = drafter.training
     drafter.eval()
     progress = Progress("walk starts", len(own), "documents")
     with raise_together(ranks):
-        for sample_id, starts in walk_documents(drafter, head, rows, train, num_tokens):
-            found[sample_id] = starts
-            progress.advance()
+        for length, alike in _by_length(own, train.max_tokens):
+            rows = (features.read(entry) for entry in alike)
+            for sample_id, starts in walk_documents(drafter, head, rows, train, length):
+                found[sample_id] = starts
+                progress.advance()
     drafter.train(was_training)
     return _merged(found, ranks)
+
+
+def _by_length(
+    entries: Iterable[RowEntry], max_tokens: int
+) -> Iterator[tuple[int, list[RowEntry]]]:
+    """Documents of one power of two, the longest first, with the longest's tokens: the cache is as long as that in every row."""
+    tokens = {entry: min(entry.num_tokens, max_tokens) for entry in entries}
+    falling = sorted(tokens, key=lambda entry: -tokens[entry])
+    for _, alike in groupby(falling, lambda entry: tokens[entry].bit_length()):
+        group = list(alike)
+        yield tokens[group[0]], group
 
 
 @torch.no_grad()
