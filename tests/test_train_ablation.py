@@ -87,6 +87,24 @@ def test_fewer_variants_are_the_same_comparison(tmp_path: Path) -> None:
             ablation.only(names)
 
 
+def test_a_variant_may_have_steps_of_its_own(tmp_path: Path) -> None:
+    """The learning rate then falls to its own end, and it is trained when its own last step is."""
+    long = ("train.loss=tree", "train.steps=6")
+    ablation = make_ablation(
+        tmp_path, seeds=(0,), variants={"ce": ("train.loss=ce",), "long": long}
+    )
+    for run in warmups(ablation):
+        run.share_features()
+        train_drafter(run.config(), ONE_RANK)
+    short, longer = variants(ablation)
+    assert (short.config().train.steps, longer.config().train.steps) == (4, 6)
+    longer.share_features()
+    train_drafter(longer.config(), ONE_RANK)
+    assert is_trained(longer)
+    equal = ablation.model_copy(update={"variants": {**ablation.variants, "long": long[:1]}})
+    assert not is_trained(AblationRun(equal, "long", 0))
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [

@@ -60,6 +60,7 @@ def find_walk_starts(
             for sample_id, starts in walk_documents(drafter, head, rows, train, length):
                 found[sample_id] = starts
                 progress.advance()
+    progress.finish()
     drafter.train(was_training)
     return _merged(found, ranks)
 

@@ -27,7 +27,11 @@ class AblationRun:
 
     @property
     def num_steps(self) -> int:
-        return self.ablation.warmup_steps if self.name == WARMUP else self.ablation.steps
+        """A variant's own where it names some: for comparisons at equal time."""
+        if self.name == WARMUP:
+            return self.ablation.warmup_steps
+        own = [o for o in self.ablation.variants[self.name] if o.startswith("train.steps=")]
+        return load_config(self.ablation.recipe, own).train.steps if own else self.ablation.steps
 
     @property
     def warmup(self) -> AblationRun:

@@ -22,7 +22,7 @@ class Ablation(Section):
     warmup_steps: PositiveInt
     """Steps of decayed cross-entropy that all variants of a seed start from."""
     steps: PositiveInt
-    """Steps of every variant, on its own loss from the second one on."""
+    """Steps of every variant without a `train.steps` of its own, on its own loss from the second one on."""
     seeds: tuple[NonNegativeInt, ...] = Field(min_length=1)
     variants: dict[str, tuple[str, ...]] = Field(min_length=2)
     """Overrides by name."""

@@ -122,7 +122,7 @@ def markdown(ablation: Ablation, rows: Sequence[AblationRow]) -> str:
     first = rows[0]
     text = [
         f"{first.num_prompts} held-out prompts, {first.num_seeds} seeds, {ablation.warmup_steps} steps of decayed "
-        f"cross-entropy, then {ablation.steps} steps of each loss; tokens a verify pass, macro mean over prompts.",
+        f"cross-entropy, then {ablation.steps} steps of each variant that names no others; tokens a verify pass, macro mean over prompts.",
         f"Change: over `{ablation.baseline}` at budget {ablation.headline_budget}, 95 % interval paired by prompt; "
         "then each seed's; then the same of the micro mean (all tokens over all passes), which throughput follows.",
     ]
