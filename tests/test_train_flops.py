@@ -20,7 +20,14 @@ from drafter.masks import BlockLayout, structured_masks
 from drafter.model import Drafter
 from train.batches import Batcher
 from train.engine import join_process_group
-from train.flops import Work, block_pairs, peak_tflops, train_flops, work_of_blocks
+from train.flops import (
+    Work,
+    block_pairs,
+    draft_flops,
+    peak_tflops,
+    train_flops,
+    work_of_blocks,
+)
 from train.loop import train_drafter
 from train.order import FullOrder
 from train.sources import ShardSource
@@ -53,7 +60,7 @@ def layout_after(length: int, blocks: int) -> BlockLayout:
     return BlockLayout(place, place * 0, anchors, anchors * 0)
 
 
-def counted(config: DrafterConfig, frozen: set[str]) -> int:
+def counted(config: DrafterConfig, frozen: set[str], backward: bool = True) -> int:
     """What torch counts in a forward and backward of drafter and head."""
     torch.manual_seed(0)
     drafter = Drafter(config)
@@ -63,11 +70,14 @@ def counted(config: DrafterConfig, frozen: set[str]) -> int:
     features = torch.randn(1, LENGTH, len(config.target_layer_ids), config.hidden_size)
     embeddings = torch.randn(1, BLOCKS, config.block_size, config.hidden_size)
     layout = layout_after(LENGTH, BLOCKS)
-    with FlopCounterMode(display=False) as counter:
+    with torch.set_grad_enabled(backward), FlopCounterMode(display=False) as counter:
         hidden = drafter(features, embeddings, layout, "structured")
         rows = hidden[:, :, 1:].reshape(-1, config.hidden_size)
         asked = torch.zeros(len(rows), 1, dtype=torch.int64)
-        sparse_log_probs(rows, head, asked).log_probs.sum().backward()
+        loss = sparse_log_probs(rows, head, asked).log_probs.sum()
+        if not backward:
+            return counter.get_total_flops()
+        loss.backward()
     # backward of the head gathers one row a slot: a product of vectors that has nothing to do with the vocabulary
     return counter.get_total_flops() - 2 * len(rows) * config.hidden_size
 
@@ -85,6 +95,11 @@ def test_operations_are_those_that_torch_counts(frozen: tuple[str, ...]) -> None
     work = work_of_blocks(CONFIG, LENGTH, [LENGTH] * BLOCKS, CONFIG.block_size - 1)
     wanted = counted(CONFIG, set(frozen))
     assert train_flops(CONFIG, work, CONFIG.vocab_size, frozen) == wanted
+
+
+def test_drafting_alone_is_the_forward_that_torch_counts() -> None:
+    work = work_of_blocks(CONFIG, LENGTH, [LENGTH] * BLOCKS, CONFIG.block_size - 1)
+    assert draft_flops(CONFIG, work, CONFIG.vocab_size) == counted(CONFIG, set(), backward=False)
 
 
 def test_a_first_layer_that_is_frozen_with_all_before_it_needs_no_backward() -> None:

@@ -138,6 +138,23 @@ def test_the_missions_plan_says_what_the_mission_costs() -> None:
     assert "7.6 GB a micro-batch if they existed" in done.stdout
 
 
+def test_walk_anchors_are_in_the_hours() -> None:
+    """A forward of a block a pass: less than the training of as many blocks, and none without them."""
+    recipe = Path(__file__).parent.parent / "configs" / "qwen3.6-27b.yaml"
+    plain, walk = (
+        plan_train(load_config(recipe, [f"train.anchors={kind}"])) for kind in ("uniform", "walk")
+    )
+    assert plain.walk_flops == 0
+    assert walk.step_flops == plain.step_flops
+    assert walk.step_flops is not None
+    assert 0 < walk.walk_flops < walk.step_flops / 2
+    before, after = plain.hours(8), walk.hours(8)
+    assert before is not None
+    assert after == pytest.approx(before * (1 + walk.walk_flops / walk.step_flops))
+    assert "more for walk starts" in "\n".join(walk.lines())
+    assert "walk starts" not in "\n".join(plain.lines())
+
+
 def test_wandb_without_a_key_stays_on_this_machine(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from drafter.config import DrafterConfig
+from drafter.shapes import expected_shapes
 
 PEAK_TFLOPS: tuple[tuple[str, float], ...] = (
     (r"\bGB200\b|\bGB300\b", 2500.0),
@@ -73,11 +74,26 @@ def work_of_blocks(
 def train_flops(
     config: DrafterConfig, work: Work, vocab_size: int, frozen: Collection[str] = ()
 ) -> float:
-    """Forward and backward. `frozen`: parameters without a gradient, by name.
+    """Forward and backward, drafter and head. `frozen`: parameters without a gradient, by name.
 
     A product costs its forward, the same for its weight's gradient if it is trained, and for its input's if anything before
     it is. The features and the blocks' embeddings are inputs; the head is frozen, so its backward is the hidden states' alone.
     """
+    return _drafter_flops(config, work, frozen) + 2 * _head_flops(config, work, vocab_size)
+
+
+def draft_flops(config: DrafterConfig, work: Work, vocab_size: int) -> float:
+    """Forward alone, drafter and head."""
+    alone = _drafter_flops(config, work, expected_shapes(config))
+    return alone + _head_flops(config, work, vocab_size)
+
+
+def _head_flops(config: DrafterConfig, work: Work, vocab_size: int) -> float:
+    """Of a forward."""
+    return 2 * config.hidden_size * vocab_size * work.head_rows
+
+
+def _drafter_flops(config: DrafterConfig, work: Work, frozen: Collection[str]) -> float:
     hidden, slots = config.hidden_size, work.blocks * config.block_size
     context = "fc.weight" not in frozen
     fc_size = len(config.target_layer_ids) * hidden * hidden
@@ -90,7 +106,7 @@ def train_flops(
             work.context_tokens, slots, work.pairs[index], flows, context_flows
         )
         total += cost
-    return total + 2 * hidden * vocab_size * work.head_rows * (1 + 1)
+    return total
 
 
 @dataclass(frozen=True)

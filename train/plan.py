@@ -10,9 +10,12 @@ from drafter.config import default_target_layer_ids, drafter_config
 from drafter.shapes import expected_shapes
 from extract.footprint import ASSUMED_FLOPS, ASSUMED_GPU, FILLS_A_GPU
 from extract.plan import format_bytes
-from train.flops import train_flops, work_of_blocks
+from train.flops import Work, draft_flops, train_flops, work_of_blocks
 from train.freeze import frozen_names
 from train.memory import GPU_COUNTS, SPARE, TrainMemory
+
+ASSUMED_ACCEPTANCE = 4.0
+"""Tokens a verify pass, of a drafter in training: how many passes train.anchors=walk drafts again."""
 
 
 @dataclass(frozen=True)
@@ -64,22 +67,39 @@ class TrainPlan:
     @property
     def step_flops(self) -> float | None:
         """Of one optimizer step, without what activation checkpointing repeats; None: no lengths known."""
-        if self.mean_tokens is None or self.mean_response_tokens is None or not self.mean_anchors:
-            return None
         drafter, train = drafter_config(self.config), self.config.train
-        tokens = min(self.mean_tokens, train.max_tokens)
-        middle = max(0.0, tokens - min(self.mean_response_tokens, tokens) / 2)
-        anchors = [middle] * round(self.mean_anchors)
-        work = work_of_blocks(drafter, tokens, anchors, drafter.block_size - 1)
+        work = self._work(self.mean_anchors or 0)
+        if work is None:
+            return None
         frozen = frozen_names(train.freeze, list(expected_shapes(drafter)))
         return train.global_batch_samples * train_flops(drafter, work, drafter.vocab_size, frozen)
+
+    @property
+    def walk_flops(self) -> float:
+        """Of drafting a step's documents again, pass by pass (train.anchors=walk); 0 without."""
+        drafter, train = drafter_config(self.config), self.config.train
+        work = self._work((self.mean_response_tokens or 0) / ASSUMED_ACCEPTANCE)
+        if work is None or train.anchors == "uniform":
+            return 0.0
+        return train.global_batch_samples * draft_flops(drafter, work, drafter.vocab_size)
+
+    def _work(self, num_blocks: float) -> Work | None:
+        """Of a mean document; None: no lengths known, or nothing to draft."""
+        if self.mean_tokens is None or self.mean_response_tokens is None or not num_blocks:
+            return None
+        drafter = drafter_config(self.config)
+        tokens = min(self.mean_tokens, self.config.train.max_tokens)
+        middle = max(0.0, tokens - min(self.mean_response_tokens, tokens) / 2)
+        anchors = [middle] * round(num_blocks)
+        return work_of_blocks(drafter, tokens, anchors, drafter.block_size - 1)
 
     def hours(self, num_gpus: int) -> float | None:
         """At the speed that a plan assumes of a GPU; None for a drafter too small to fill one, or unknown lengths."""
         if self.step_flops is None or self.num_parameters < FILLS_A_GPU / 4:
             return None
         repeated = 4 / 3 if self.config.train.activation_checkpointing else 1.0
-        seconds = self.config.train.steps * self.step_flops * repeated / ASSUMED_FLOPS
+        flops = self.step_flops * repeated + self.walk_flops
+        seconds = self.config.train.steps * flops / ASSUMED_FLOPS
         return seconds / num_gpus / 3600
 
     def lines(self) -> list[str]:
@@ -134,9 +154,11 @@ class TrainPlan:
         if self.step_flops is None or self.hours(1) is None:
             return []
         taken = ", ".join(f"{count} GPU {self.hours(count):,.1f} h" for count in GPU_COUNTS)
-        return [
-            f"hours (a guess: {ASSUMED_GPU}): {taken}; {self.step_flops / 1e15:.2f} PFLOP a step",
-        ]
+        step = f"{self.step_flops / 1e15:.2f} PFLOP a step"
+        if self.walk_flops:
+            share = f"{self.walk_flops / self.step_flops:.0%} more for walk starts"
+            step += f" and {share} (a guess: {ASSUMED_ACCEPTANCE:g} tokens a pass)"
+        return [f"hours (a guess: {ASSUMED_GPU}): {taken}; {step}"]
 
 
 def plan_train(config: Config, corpus: CorpusManifest | None = None) -> TrainPlan:
