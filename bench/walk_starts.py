@@ -26,6 +26,7 @@ from drafter.model import Drafter
 from evaluation.inputs import find_drafter
 from evaluation.replay import ReplayOptions, replay_row
 from target.head import TargetHead, load_target_head
+from train.vocabulary import TrainingHead
 from train.walks import find_walk_starts
 
 _REPEATS = 3
@@ -97,7 +98,8 @@ def _walk(
     entries: list[RowEntry],
 ) -> dict[str, int]:
     ranks = Ranks(0, 1, 0, torch.device("cpu"))
-    found = find_walk_starts(drafter, head, features, entries, train, ranks)
+    whole = TrainingHead(head.head)
+    found = find_walk_starts(drafter, head.embedding, whole, features, entries, train, ranks)
     return {sample_id: len(starts) for sample_id, starts in found.items()}
 
 

@@ -378,7 +378,12 @@ def wait_for_steps(process: subprocess.Popen[str], run: Path, steps: int) -> Non
 
 def test_a_continued_run_has_walk_starts_for_its_new_steps(tmp_path: Path) -> None:
     """The last refresh of the shorter run looked as far as its own end."""
-    walk = ["train.anchors=walk", "train.walk_refresh_steps=8", "train.walk_share=1.0"]
+    walk = [
+        "train.anchors=walk",
+        "train.walk_refresh_steps=8",
+        "train.walk_share=1.0",
+        "train.vocabulary=corpus",
+    ]
     settled = [
         "train.ce_warmup_fraction=0",
         "train.crossfade_fraction=0",

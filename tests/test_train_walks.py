@@ -17,6 +17,7 @@ from evaluation.replay import ReplayOptions, replay_row
 from evaluation.scores import find_responses
 from target.head import TargetHead, load_target_head
 from train.initialise import initial_drafter
+from train.vocabulary import TrainingHead
 from train.walks import Walk, find_walk_starts, walk_documents
 
 
@@ -40,6 +41,10 @@ def test_starts_by_hand_over_two_responses() -> None:
     assert walk.begin_response()
     assert [walk.advance(count) for count in (1, 1, 1, 1)] == [True, True, True, False]
     assert walk.starts == [2, 4, 6, 9]
+
+
+def whole(head: TargetHead) -> TrainingHead:
+    return TrainingHead(head.head)
 
 
 @pytest.fixture
@@ -71,7 +76,11 @@ def test_walks_are_those_of_replay_in_any_company(
     train = make_config(tmp_path).train.model_copy(update={"tree_budget": budget})
     options = ReplayOptions((budget,), names=("tree",))
     longest = max(len(row.input_ids) for row in rows)
-    found = dict(walk_documents(drafter, head, iter(rows), train, longest, max_documents))
+    found = dict(
+        walk_documents(
+            drafter, head.embedding, whole(head), iter(rows), train, longest, max_documents
+        )
+    )
     assert found == {
         row.sample_id: pass_starts(
             row.loss_mask, replay_row(drafter, head, row, options).passes[f"tree-{budget}"]
@@ -88,10 +97,27 @@ def test_walks_end_where_documents_are_cut(
     drafter, head, rows = case
     train = make_config(tmp_path).train
     longest = max(len(row.input_ids) for row in rows)
-    whole = dict(walk_documents(drafter, head, iter(rows), train, longest))
+    asked = (drafter, head.embedding, whole(head))
+    uncut = dict(walk_documents(*asked, iter(rows), train, longest))
     cut = longest * 2 // 3
-    for sample_id, starts in walk_documents(drafter, head, iter(rows), train, cut):
-        assert starts == [start for start in whole[sample_id] if start < cut - 1]
+    for sample_id, starts in walk_documents(*asked, iter(rows), train, cut):
+        assert starts == [start for start in uncut[sample_id] if start < cut - 1]
+
+
+def test_rows_of_the_head_stand_for_tokens_in_any_order(
+    case: tuple[Drafter, TargetHead, list[FeatureRow]], tmp_path: Path
+) -> None:
+    """train.vocabulary=corpus keeps some rows of the head and gives them numbers of their own."""
+    drafter, head, rows = case
+    train = make_config(tmp_path).train
+    longest = max(len(row.input_ids) for row in rows)
+    order = torch.randperm(len(head.head), generator=torch.Generator().manual_seed(0))
+    other = TrainingHead(head.head[order], order.argsort())
+    found, wanted = (
+        dict(walk_documents(drafter, head.embedding, rows_of, iter(rows), train, longest))
+        for rows_of in (other, whole(head))
+    )
+    assert found == wanted
 
 
 def test_find_walk_starts_leaves_the_drafter_as_it_was(tmp_path: Path) -> None:
@@ -101,8 +127,9 @@ def test_find_walk_starts_leaves_the_drafter_as_it_was(tmp_path: Path) -> None:
     head = load_target_head(features.checked_head(), "cpu", torch.float32)
     drafter = initial_drafter(config).train()
     entries = features.of_split("train")[:5]
+    twice = [*entries, entries[0]]
     found = find_walk_starts(
-        drafter, head, features, [*entries, entries[0]], config.train, ONE_RANK
+        drafter, head.embedding, whole(head), features, twice, config.train, ONE_RANK
     )
     assert drafter.training
     options = ReplayOptions((config.train.tree_budget,), names=("tree",))

@@ -320,7 +320,13 @@ class Run:
         if not entries:
             return {}
         return find_walk_starts(
-            plain_drafter(self.engine), self.head, self.inputs.features, entries, train, self.ranks
+            plain_drafter(self.engine),
+            self.head.embedding,
+            self.stepper.head,
+            self.inputs.features,
+            entries,
+            train,
+            self.ranks,
         )
 
     def require_finite(self, outcome: StepOutcome) -> None:

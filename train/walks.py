@@ -31,6 +31,7 @@ from drafter.cache import ContextCache, draft
 from drafter.model import Drafter, block_embeddings
 from evaluation.scores import Response, find_responses, score_slots
 from target.head import TargetHead
+from train.vocabulary import TrainingHead
 
 WalkStarts = dict[str, list[int]]
 """By sample id, positions of the anchors of a document's verify passes, rising."""
@@ -41,13 +42,18 @@ MAX_DOCUMENTS, MAX_CACHED_TOKENS = 64, 2**17
 
 def find_walk_starts(
     drafter: Drafter,
-    head: TargetHead,
+    embedding: Tensor,
+    head: TrainingHead,
     features: FeatureSet,
     entries: Iterable[RowEntry],
     train: TrainSection,
     ranks: Ranks,
 ) -> WalkStarts:
-    """Of the distinct `entries`, shared out to the ranks. Collective; the same on every rank."""
+    """Of the distinct `entries`, shared out to the ranks. Collective; the same on every rank.
+
+    embedding: (V, H) of the target; head: what training's softmax runs over, with train.vocabulary=corpus fewer tokens than
+    serving's, so that trees hold nothing else.
+    """
     distinct = list({entry.sample_id: entry for entry in entries}.values())
     own = distinct[ranks.rank :: ranks.world_size]
     found: WalkStarts = {}
@@ -57,7 +63,7 @@ def find_walk_starts(
     with raise_together(ranks):
         for length, alike in _by_length(own, train.max_tokens):
             rows = (features.read(entry) for entry in alike)
-            for sample_id, starts in walk_documents(drafter, head, rows, train, length):
+            for sample_id, starts in walk_documents(drafter, embedding, head, rows, train, length):
                 found[sample_id] = starts
                 progress.advance()
     progress.finish()
@@ -79,7 +85,8 @@ def _by_length(
 @torch.no_grad()
 def walk_documents(
     drafter: Drafter,
-    head: TargetHead,
+    embedding: Tensor,
+    head: TrainingHead,
     rows: Iterator[FeatureRow],
     train: TrainSection,
     num_tokens: int,
@@ -90,7 +97,7 @@ def walk_documents(
     A document that ends gives its place in the cache to the next.
     """
     size = max(1, min(max_documents, MAX_CACHED_TOKENS // num_tokens))
-    walks = _Walks(drafter, head, train, num_tokens, size)
+    walks = _Walks(drafter, embedding, head, train, num_tokens, size)
     places: list[Walk | None] = [None] * size
     while True:
         for place in range(size):
@@ -143,14 +150,18 @@ class _Walks:
     """The tensors of R documents: contexts in a cache, tokens beside it."""
 
     def __init__(
-        self, drafter: Drafter, head: TargetHead, train: TrainSection, num_tokens: int, size: int
+        self,
+        drafter: Drafter,
+        embedding: Tensor,
+        head: TrainingHead,
+        train: TrainSection,
+        num_tokens: int,
+        size: int,
     ):
-        self.drafter, self.head, self.train = drafter, head, train
+        self.drafter, self.train = drafter, train
+        self.rows_of, self.head = head.labels, TargetHead(embedding, head.weight)
         self.cache = ContextCache(drafter, num_tokens, size)
-        self.input_ids = torch.zeros(
-            (size, num_tokens), dtype=torch.int64, device=head.embedding.device
-        )
-        self.num_children = min(train.tree_budget, len(head.head))
+        self.input_ids = torch.zeros((size, num_tokens), dtype=torch.int64, device=embedding.device)
 
     def append(self, place: int, row: FeatureRow) -> None:
         """The whole document, of which drafts see what stands before their anchors."""
@@ -178,10 +189,10 @@ class _Walks:
         num_gold = (lasts - starts).clamp(0, len(slots))
         [scores] = score_slots(
             draft(self.drafter, self.cache, blocks[:, 0])[:, 1:],
-            self.input_ids.gather(1, wanted),
+            self.rows_of(self.input_ids.gather(1, wanted)),
             num_gold,
             self.head,
-            self.num_children,
+            self.train.tree_budget,
             [torch.ones(len(slots))],
             self.train.head_chunk_rows,
         )
