@@ -470,7 +470,7 @@ class TrainSection(Section):
     """Blocks a document and step; fewer if the response is shorter."""
     anchors: Literal["uniform", "walk"] = "uniform"
     """uniform over response tokens; walk: a share of them where verify passes of the drafter as it is really start."""
-    walk_share: Fraction = 0.5
+    walk_share: Fraction = 1.0
     """walk: this share of a document's blocks is drawn from such starts, as far as there are any; the rest uniformly from all that
     remains."""
     walk_refresh_steps: PositiveInt = 200
