@@ -193,13 +193,15 @@ def forget_younger_settings(config: Config, *keys: str) -> None:
     (folder / "index.json").write_text(json.dumps(index))
 
 
-def test_a_setting_of_a_loss_that_is_not_trained_may_change(tmp_path: Path) -> None:
+def test_a_setting_that_the_run_does_not_read_may_change(tmp_path: Path) -> None:
     config = make_config(tmp_path, "train.loss=dpace")
     with killed_after_saving(4):
         train_drafter(config, ONE_RANK)
     for override, message in (
         ("train.dpace_alpha=0.4", r"train\.dpace_alpha=0\.5, this run has 0\.4"),
+        ("train.anchors=walk", r"train\.anchors='uniform', this run has 'walk'"),
         ("train.tree_temperature_nats=1", None),
+        ("train.walk_share=0.3", None),
     ):
         other = load_config(tmp_path / "tiny.yaml", ["train.loss=dpace", override])
         with pytest.raises(ValueError, match=message) if message else contextlib.nullcontext():

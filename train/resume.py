@@ -54,6 +54,8 @@ OF_LOSSES = {
     "train.lk_eta": {"lk"},
 }
 """Settings that only these losses read: a run without them does not depend on such a setting."""
+OF_WALKS = frozenset({"train.walk_share", "train.walk_refresh_steps"})
+"""Settings that only train.anchors=walk reads."""
 REMEDY = (
     "set it back, or give run.output_dir another folder (or delete its checkpoints) for a new run"
 )
@@ -88,14 +90,13 @@ def same_run(found: dict[str, Any], settings: dict[str, Any]) -> bool:
 
 
 def _that_matter(settings: dict[str, Any]) -> dict[str, Any]:
-    """Older settings at their defaults with them; without those of losses that the run does not have."""
+    """Older settings at their defaults with them; without those of losses or anchors that the run does not have."""
     losses = settings["train.loss"]
     names = {losses} if isinstance(losses, str) else set(losses)
-    return {
-        key: value
-        for key, value in (DEFAULTS | settings).items()
-        if key not in OF_LOSSES or OF_LOSSES[key] & names
-    }
+    unread = {key for key, readers in OF_LOSSES.items() if not readers & names}
+    if settings["train.anchors"] == "uniform":
+        unread |= OF_WALKS
+    return {key: value for key, value in (DEFAULTS | settings).items() if key not in unread}
 
 
 def find_start(
