@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,7 @@ from target.head import TargetHead, load_target_head
 from train.checkpoint import Checkpoints, IndexEntry, best_entry
 from train.engine import join_process_group
 from train.loop import train_drafter
+from train.walks import walk_documents
 
 ROOT = Path(__file__).parent.parent
 
@@ -376,6 +378,38 @@ def wait_for_steps(process: subprocess.Popen[str], run: Path, steps: int) -> Non
         assert process.poll() is None, process.communicate()[0]
         assert time.monotonic() < deadline
         time.sleep(0.05)
+
+
+@pytest.mark.parametrize("refresh", [0, 1])
+def test_sigterm_during_a_walk_stops_there_and_the_run_continues_exactly(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refresh: int
+) -> None:
+    """Before the first step, or between two: the walk is not finished first, and begins again."""
+    settings = ["train.steps=6", "train.anchors=walk", "train.walk_refresh_steps=3"]
+    whole = make_config(tmp_path / "whole", *settings)
+    train_drafter(whole, ONE_RANK)
+    config = make_config(tmp_path / "stopped", *settings)
+    given: list[int] = []
+
+    def stopped_once(*asked: Any) -> Iterator[tuple[str, list[int]]]:
+        number = len(given)
+        given.append(0)
+        for found in walk_documents(*asked):
+            if number == refresh:
+                os.kill(os.getpid(), signal.SIGTERM)
+            given[number] += 1
+            yield found
+
+    with monkeypatch.context() as patched:
+        patched.setattr("train.walks.walk_documents", stopped_once)
+        patched.setattr("train.walks._by_length", lambda entries, limit: [(limit, [*entries])])
+        with pytest.raises(SystemExit) as left:
+            train_drafter(config, ONE_RANK)
+    assert left.value.code == 143
+    assert given[refresh] == 1
+    assert len(given) == refresh + 1
+    train_drafter(config, ONE_RANK)
+    assert read_curve(config.run.folder) == read_curve(whole.run.folder)
 
 
 def test_a_continued_run_has_walk_starts_for_its_new_steps(tmp_path: Path) -> None:

@@ -267,7 +267,7 @@ class Run:
     def batches(self) -> Iterator[list[MicroBatch]]:
         """This rank's micro-batches of every step that is left; a row that cannot be read stops every rank.
 
-        Ends early if the run is told to stop while a rank waits for its source.
+        Ends early if the run is told to stop between two steps: while a rank waits for its source, or replays its walks.
         """
         count = self.config.train.global_batch_samples
         try:
@@ -294,7 +294,7 @@ class Run:
         return batches if num_closed == 0 else None
 
     def windows(self) -> Iterator[int]:
-        """Steps until the anchors' walk starts are found anew, or all that are left."""
+        """Steps until the anchors' walk starts are found anew, or all that are left; ends early if told to stop meanwhile."""
         train = self.config.train
         if train.anchors == "uniform":
             yield train.steps - self.state.step
@@ -305,13 +305,16 @@ class Run:
             if self.state.step % every == 0:
                 self.state.walk_starts = {}
             with self.clock.paused():
-                # a resumed run has them, but for steps it did not have when they were found (wsd, continued)
-                self.state.walk_starts |= self.find_walk_starts(steps)
+                found = self.find_walk_starts(steps)
+            if found is None:
+                return
+            # a resumed run has them, but for steps it did not have when they were found (wsd, continued)
+            self.state.walk_starts |= found
             self.batcher = replace(self.batcher, walk_starts=self.state.walk_starts)
             yield steps
 
-    def find_walk_starts(self, steps: int) -> WalkStarts:
-        """Of the documents of the next `steps` steps whose starts are not known yet."""
+    def find_walk_starts(self, steps: int) -> WalkStarts | None:
+        """Of the documents of the next `steps` steps whose starts are not known yet; None if told to stop."""
         train = self.config.train
         count = steps * train.global_batch_samples
         samples = self.batcher.order.samples(self.state.samples, count)
@@ -327,6 +330,7 @@ class Run:
             entries,
             train,
             self.ranks,
+            lambda: self.stop.is_asked,
         )
 
     def require_finite(self, outcome: StepOutcome) -> None:
@@ -417,10 +421,11 @@ class Run:
         return accepted
 
     def leave_waiting(self) -> None:
-        """Told to stop while the source waited."""
+        """Told to stop between two steps."""
         if self.state.step > self.saved_step:
             self.save(None)
-        logger.info("stopped while waiting for features; step %d is saved", self.state.step)
+        said = f"after step {self.state.step}; it is saved" if self.state.step else "before step 1"
+        logger.info("stopped %s", said)
         leave(sum_over_ranks(self.stop.received()))
 
     def save(self, accepted: float | None) -> None:

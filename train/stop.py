@@ -39,6 +39,11 @@ class StopRequest:
         """(2,) float64, 1.0 for each of SIGNALS this rank has been sent."""
         return torch.tensor([float(n in self._received) for n in SIGNALS], dtype=torch.float64)
 
+    @property
+    def is_asked(self) -> bool:
+        """Whether this rank has been sent one."""
+        return bool(self._received)
+
     def _note(self, number: int, frame: FrameType | None) -> None:
         if number in self._received:
             leave(torch.tensor([float(n == number) for n in SIGNALS]))

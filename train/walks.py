@@ -13,15 +13,15 @@ R documents at once, K block size, L = K-1 slots.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import groupby, takewhile
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from common.distributed import Ranks, raise_together
+from common.distributed import Ranks, raise_together, sum_over_ranks
 from common.progress import Progress
 from configs.schema import TrainSection
 from data.features import FeatureRow, FeatureSet, RowEntry
@@ -48,8 +48,9 @@ def find_walk_starts(
     entries: Iterable[RowEntry],
     train: TrainSection,
     ranks: Ranks,
-) -> WalkStarts:
-    """Of the distinct `entries`, shared out to the ranks. Collective; the same on every rank.
+    is_stopping: Callable[[], bool] = lambda: False,
+) -> WalkStarts | None:
+    """Of the distinct `entries`, shared out to the ranks. Collective; the same on every rank. None if one is told to stop.
 
     embedding: (V, H) of the target; head: what training's softmax runs over, with train.vocabulary=corpus fewer tokens than
     serving's, so that trees hold nothing else.
@@ -63,11 +64,14 @@ def find_walk_starts(
     with raise_together(ranks):
         for length, alike in _by_length(own, train.max_tokens):
             rows = (features.read(entry) for entry in alike)
-            for sample_id, starts in walk_documents(drafter, embedding, head, rows, train, length):
+            walks = walk_documents(drafter, embedding, head, rows, train, length)
+            for sample_id, starts in takewhile(lambda _: not is_stopping(), walks):
                 found[sample_id] = starts
                 progress.advance()
-    progress.finish()
     drafter.train(was_training)
+    if sum_over_ranks(torch.tensor(float(is_stopping()))) > 0:
+        return None
+    progress.finish()
     return _merged(found, ranks)
 
 
