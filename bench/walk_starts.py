@@ -100,6 +100,7 @@ def _walk(
     ranks = Ranks(0, 1, 0, torch.device("cpu"))
     whole = TrainingHead(head.head)
     found = find_walk_starts(drafter, head.embedding, whole, features, entries, train, ranks)
+    assert found is not None  # nothing stops it
     return {sample_id: len(starts) for sample_id, starts in found.items()}
 
 

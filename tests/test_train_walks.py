@@ -131,6 +131,7 @@ def test_find_walk_starts_leaves_the_drafter_as_it_was(tmp_path: Path) -> None:
     found = find_walk_starts(
         drafter, head.embedding, whole(head), features, twice, config.train, ONE_RANK
     )
+    assert found is not None
     assert drafter.training
     options = ReplayOptions((config.train.tree_budget,), names=("tree",))
     limit = config.train.max_tokens
