@@ -6,38 +6,31 @@ import contextlib
 import logging
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import zip_longest
-from typing import Any
 
 import torch
 
 from common.distributed import Ranks, barrier, raise_together, sum_over_ranks
 from common.files import only_writer, write_json
-from common.fingerprint import require_equal
 from common.progress import Progress
-from configs.schema import Config, TrainSection
-from data.features import FeatureSet, RowEntry, open_features
-from data.settings import require_same_data
+from configs.schema import Config
 from drafter.model import Drafter
 from target.head import TargetHead, load_target_head
 from train.batches import Batcher, MicroBatch, accumulation_steps, prefetched
-from train.checkpoint import Checkpoints, TrainState
+from train.checkpoint import TrainState
+from train.clock import Clock, device_peak_tflops
 from train.engine import DTYPES, Engine
-from train.flops import peak_tflops
 from train.full_state import plain_drafter
 from train.initialise import initial_drafter, require_same_target
+from train.inputs import Inputs, read_inputs
 from train.objective import BatchSums
 from train.open_source import (
-    Blocks,
     Supply,
-    await_features,
     open_supply,
-    read_blocks,
     release_stream,
-    require_rows_of,
 )
-from train.resume import find_start, run_settings
+from train.resume import find_start
 from train.schedule import is_decay_start, learning_rate, loss_share
 from train.sources import SourceClosed
 from train.step import StepOutcome, Stepper
@@ -50,20 +43,6 @@ from train.watch.log import write_run_facts
 from train.watch.page import write_run_page
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class Inputs:
-    """What a run reads, checked before anything is built."""
-
-    features: FeatureSet
-    entries: list[RowEntry]
-    """Rows trained on, in corpus order."""
-    validation: list[RowEntry]
-    settings: dict[str, Any]
-    checkpoints: Checkpoints
-    blocks: Blocks | None
-    """The same rows as a stream follows them, with train.shuffle_window."""
 
 
 def train_drafter(config: Config, ranks: Ranks) -> None:
@@ -106,63 +85,6 @@ def _train(config: Config, ranks: Ranks, inputs: Inputs) -> None:
         if ranks.is_main:  # only now: a start that is refused must not have cost a checkpoint
             inputs.checkpoints.forget_after(first_step)
     run.train(first_step)
-
-
-def read_inputs(config: Config) -> Inputs:
-    await_features(config)
-    features = open_features(config.features_location)
-    named = ("model", "revision", "chat_template_kwargs")  # the target's files need not be here
-    target = config.target.model_dump(mode="json")
-    require_equal(
-        f"features in {features.location}",
-        {
-            "drafter.target_layer_ids": features.target_layer_ids,
-            "target.hidden_size": features.hidden_size,
-            **{f"target.{key}": features.settings[key] for key in named},
-        },
-        {
-            "drafter.target_layer_ids": config.drafter.target_layer_ids,
-            "target.hidden_size": config.target.hidden_size,
-            **{f"target.{key}": target[key] for key in named},
-        },
-        "set it to the same value, or extract again into another run.output_dir",
-    )
-    require_same_data(f"features in {features.location}", features.settings, config.data)
-    if config.train.needs_soft_labels and not features.layout.num_soft_labels:
-        raise ValueError(
-            f"train.loss={config.train.loss} with train.soft_label_share={config.train.soft_label_share} needs soft labels, "
-            f"and the features in {features.location} have none; extract with extract.soft_labels=16 into another run.output_dir"
-        )
-    if config.train.needs_soft_labels:
-        require_equal(
-            f"features in {features.location}",
-            {f"extract.{key}": value for key, value in features.settings.items()},
-            {
-                "extract.soft_labels": config.extract.soft_labels,
-                "extract.soft_label_temperature": config.extract.soft_label_temperature,
-            },
-            "set it back, or extract again into another run.output_dir",
-        )
-    require_rows_of(config, features)
-    blocks = read_blocks(config, features)
-    entries = blocks.entries if blocks else features.of_split("train")
-    if not entries:
-        raise ValueError(
-            f"{features.location} has no rows of split `train`; lower data.test_fraction or add sources"
-        )
-    validation = features.of_split("validation")[: config.train.eval_samples]
-    return Inputs(
-        features,
-        entries,
-        validation,
-        run_settings(config, features.location),
-        Checkpoints(
-            config.run.folder / "checkpoints",
-            config.train.keep_checkpoints,
-            judged_on=f"{len(validation)} samples, drafter temperature {config.evaluation.unfitted_temperature:g}",
-        ),
-        blocks,
-    )
 
 
 class Run:
@@ -439,53 +361,3 @@ class Run:
         )
         self.saved_step = self.state.step
         self.source.saved(self.state.samples)
-
-
-def device_peak_tflops(train: TrainSection, device: torch.device) -> float | None:
-    """What MFU compares with: the recipe's number, or a known GPU's in bfloat16; None on a CPU."""
-    if train.peak_tflops is not None:
-        return train.peak_tflops
-    if device.type != "cuda" or train.dtype != "bfloat16":
-        return None
-    return peak_tflops(torch.cuda.get_device_name(device))
-
-
-class Clock:
-    """Seconds, those of them waited for batches, steps, tokens, blocks and operations since the last line, without evaluations
-    and checkpoints."""
-
-    def __init__(self, num_devices: int, peak_tflops: float | None) -> None:
-        self.num_devices, self.peak_tflops = num_devices, peak_tflops
-        self.reset()
-
-    def reset(self) -> None:
-        self.steps, self.tokens, self.blocks, self.flops = 0, 0.0, 0.0, 0.0
-        self.waited_s = 0.0
-        self.start = time.monotonic()
-
-    @contextlib.contextmanager
-    def paused(self) -> Iterator[None]:
-        begin = time.monotonic()
-        yield
-        self.start += time.monotonic() - begin
-
-    @contextlib.contextmanager
-    def waiting(self) -> Iterator[None]:
-        begin = time.monotonic()
-        yield
-        self.waited_s += time.monotonic() - begin
-
-    def lap(self) -> dict[str, float]:
-        elapsed = max(time.monotonic() - self.start, 1e-9)
-        tflops = self.flops / elapsed / self.num_devices / 1e12
-        metrics = {
-            "train/tokens_per_s": self.tokens / elapsed,
-            "train/anchors_per_s": self.blocks / elapsed,
-            "train/step_s": elapsed / max(1, self.steps),
-            "train/wait_s": self.waited_s / max(1, self.steps),
-            "speed/tflops_per_s": tflops,
-        }
-        if self.peak_tflops is not None:
-            metrics["speed/mfu"] = tflops / self.peak_tflops
-        self.reset()
-        return metrics

@@ -25,7 +25,7 @@ def main(options: argparse.Namespace) -> None:
     from train.ablation.results import write_results
     from train.ablation.runs import base_config, variants, warmups
     from train.ablation.schedule import make_features, run_all
-    from train.loop import read_inputs
+    from train.inputs import read_inputs
 
     make_features(ablation)
     sets = divide_prompts(read_inputs(base_config(ablation)).features, ablation)
