@@ -20,7 +20,7 @@ from train.watch.picture import GAP, PAD, write_panels, write_svg
 from train.watch.thinning import thinned
 
 ROW, COLUMN, NAMES, TOP, BOTTOM = 26, 132, 190, 84, 46
-FAR = 10.0
+FAR = 20.0
 """Percent."""
 MOST_POINTS = 30
 """Of a curve: the runs are short and noisy, and there are many of them."""
