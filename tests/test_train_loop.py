@@ -434,3 +434,5 @@ def test_a_continued_run_has_walk_starts_for_its_new_steps(tmp_path: Path) -> No
     logged = [json.loads(line) for line in lines if "train/walk_anchors" in line]
     assert [line["step"] for line in logged] == list(range(1, 9))
     assert min(line["train/walk_anchors"] for line in logged) > 0.1
+    walked = [line["step"] for line in logged if line["train/walk_s"] > 0]
+    assert walked == [1, 2]  # the second run continues after step 1, where the first began to decay

@@ -31,7 +31,7 @@ class Clock:
 
     def reset(self) -> None:
         self.steps, self.tokens, self.blocks, self.flops = 0, 0.0, 0.0, 0.0
-        self.waited_s = 0.0
+        self.waited_s, self.walked_s = 0.0, 0.0
         self.start = time.monotonic()
 
     @contextlib.contextmanager
@@ -39,6 +39,14 @@ class Clock:
         begin = time.monotonic()
         yield
         self.start += time.monotonic() - begin
+
+    @contextlib.contextmanager
+    def walking(self) -> Iterator[None]:
+        """Paused, to find where passes start (train/walks.py)."""
+        begin = time.monotonic()
+        with self.paused():
+            yield
+        self.walked_s += time.monotonic() - begin
 
     @contextlib.contextmanager
     def waiting(self) -> Iterator[None]:

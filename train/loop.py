@@ -226,7 +226,7 @@ class Run:
             steps = min(every - self.state.step % every, train.steps - self.state.step)
             if self.state.step % every == 0:
                 self.state.walk_starts = {}
-            with self.clock.paused():
+            with self.clock.walking():
                 found = self.find_walk_starts(steps)
             if found is None:
                 return
@@ -289,7 +289,7 @@ class Run:
 
     def log(self, grad_norm: float) -> None:
         """A line about the steps since the last one."""
-        sums, step = BatchSums(*self.state.window), self.state.step
+        sums, step, walked_s = BatchSums(*self.state.window), self.state.step, self.clock.walked_s
         self.state.window = []
         metrics = {
             "train/loss": sums.loss / sums.weight,
@@ -306,6 +306,7 @@ class Run:
             metrics["train/padding"] = 1 - sums.context / sums.padded_context
         if self.config.train.anchors == "walk":
             metrics["train/walk_anchors"] = sums.at_starts / sums.blocks
+            metrics["train/walk_s"] = walked_s
         if sums.tree_blocks:
             metrics["train/tree_hits"] = sums.tree / sums.tree_blocks
         if self.tracker:

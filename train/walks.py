@@ -71,7 +71,6 @@ def find_walk_starts(
     drafter.train(was_training)
     if sum_over_ranks(torch.tensor(float(is_stopping()))) > 0:
         return None
-    progress.finish()
     return _merged(found, ranks)
 
 
