@@ -103,8 +103,12 @@ class Lifeline:
         threading.Thread(target=target, args=arguments, daemon=True, name="lifeline").start()
 
     def _connect(self, port: int, token: int) -> None:
+        """Until rank 0 has answered: from then on it is known by name, and missed even if it dies at once."""
         try:
             hub = socket.create_connection((os.environ["MASTER_ADDR"], port), CONNECT_S)
+            _send(hub, {"token": token, **asdict(self.me)})
+            lines = _lines(hub)
+            answer = _parsed(lines.readline())
         except OSError as error:
             logger.warning(
                 "rank %d cannot reach rank 0 on port %d (%s): a rank that dies may be noticed late",
@@ -113,11 +117,12 @@ class Lifeline:
                 error,
             )
             return
+        if "hello" not in answer:
+            raise ConnectionError(f"rank 0 is gone: it left before rank {self.me.rank} had joined")
         hub.settimeout(None)
         _keep_alive(hub)
         self._sockets.append(hub)
-        _send(hub, {"token": token, **asdict(self.me)})
-        self._start(self._listen, hub)
+        self._start(self._listen, hub, lines, Peer(**answer["hello"]))
 
     def _accept(self, server: socket.socket, token: int) -> None:
         """Rank 0: let the other ranks in, and nobody else."""
@@ -128,30 +133,29 @@ class Lifeline:
                 self._start(self._welcome, peer, token)
 
     def _welcome(self, peer: socket.socket, token: int) -> None:
-        hello: dict[str, Any] = {}
+        hello, lines = dict[str, Any](), _lines(peer)
         with contextlib.suppress(OSError):
-            hello = _parsed(_lines(peer).readline(1000))
+            hello = _parsed(lines.readline(1000))
         if hello.pop("token", None) != token:
             peer.close()
             return
-        _send(peer, {"hello": asdict(self.me)})
+        with contextlib.suppress(OSError):  # gone already: the next line says so
+            _send(peer, {"hello": asdict(self.me)})
         with self._lock:
             self._sockets.append(peer)
-        self._listen(peer, Peer(**hello))
+        self._listen(peer, lines, Peer(**hello))
 
-    def _listen(self, connection: socket.socket, peer: Peer | None = None) -> None:
+    def _listen(self, connection: socket.socket, lines: TextIO, peer: Peer) -> None:
         """Until the connection ends: whatever the other side says, or that it went without a word."""
         with contextlib.suppress(OSError):
-            for line in _lines(connection):
+            for line in lines:
                 message = _parsed(line)
-                if "hello" in message:
-                    peer = Peer(**message["hello"])
                 if "bye" in message:
                     reason, grace_s = message["reason"], message["grace_s"]
                     if reason:
                         self._lose(Lost(Peer(**message["bye"]), reason, grace_s), connection)
                     return
-        if peer is not None and not self._leaving.is_set():
+        if not self._leaving.is_set():
             gone = (
                 "is gone without a word: killed, out of memory, or its machine or network is down"
             )

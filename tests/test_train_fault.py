@@ -28,11 +28,14 @@ import common.lifeline
 from common.distributed import distributed, sum_over_ranks
 
 common.lifeline.GRACE_S = 1.0
+if sys.argv[2] == "late":  # rank 0 lets the others in a second after they have come
+    welcome = common.lifeline.Lifeline._welcome
+    common.lifeline.Lifeline._welcome = lambda *given: (time.sleep(1), welcome(*given))
 with distributed(1) as ranks:
     sum_over_ranks(torch.ones(1))
     if ranks.rank == int(sys.argv[1]):
         os.kill(os.getpid(), signal.SIGKILL)
-    if sys.argv[2] == "busy":
+    if sys.argv[2] in ("busy", "late"):
         time.sleep(60)  # no collective tells this rank
     sum_over_ranks(torch.ones(1))
 """
@@ -49,7 +52,9 @@ def environment(**more: str) -> dict[str, str]:
     return os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"} | more
 
 
-@pytest.mark.parametrize(("victim", "what"), [(0, "busy"), (1, "summing")])
+@pytest.mark.parametrize(
+    ("victim", "what"), [(0, "busy"), (1, "summing"), (0, "late"), (1, "late")]
+)
 def test_a_killed_rank_is_named_once_and_ends_the_others(
     tmp_path: Path, victim: int, what: str
 ) -> None:
