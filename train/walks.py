@@ -64,7 +64,8 @@ def find_walk_starts(
     with raise_together(ranks):
         for length, alike in _by_length(own, train.max_tokens):
             rows = (features.read(entry) for entry in alike)
-            walks = walk_documents(drafter, embedding, head, rows, train, length)
+            most = min(len(alike), MAX_DOCUMENTS)  # an idle row of the cache would cost as much
+            walks = walk_documents(drafter, embedding, head, rows, train, length, most)
             for sample_id, starts in takewhile(lambda _: not is_stopping(), walks):
                 found[sample_id] = starts
                 progress.advance()
